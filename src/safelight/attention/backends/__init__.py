@@ -1,0 +1,1 @@
+"""One attention backend a file, each with its declaration BACKEND."""

@@ -1,0 +1,63 @@
+"""sdpa: torch's scaled_dot_product_attention, on every device that torch has."""
+
+from typing import TYPE_CHECKING
+
+from safelight.attention.backend import AttentionBackend, AttentionFn, Layout
+from safelight.attention.requirements import AttentionRequirements
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def load(requirements: AttentionRequirements) -> AttentionFn:
+    """The kernel for layers with these requirements."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    is_grouped = requirements.num_kv_heads != requirements.num_heads
+
+    def sdpa(
+        q: "Tensor",
+        k: "Tensor",
+        v: "Tensor",
+        *,
+        scale: float | None = None,
+        causal: bool = False,
+        mask: "Tensor | None" = None,
+        layout: Layout | None = None,
+    ) -> "Tensor":
+        if mask is not None and mask.ndim == 2:
+            mask = mask[:, None, None, :]
+        queries, keys = q.shape[1], k.shape[1]
+        if causal and (queries != keys or mask is not None):
+            # torch aligns is_causal at the top left; ours is the bottom right.
+            visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+            if mask is None:
+                mask = visible
+            else:
+                mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
+            causal = False
+        if mask is not None and mask.dtype != torch.bool and mask.dtype != q.dtype:
+            mask = mask.to(q.dtype)
+        out = scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=is_grouped,
+        )
+        return out.transpose(1, 2)
+
+    return sdpa
+
+
+BACKEND = AttentionBackend(
+    name="sdpa",
+    summary="torch.nn.functional.scaled_dot_product_attention: torch's own choice of fused kernels",
+    load=load,
+    aliases=("torch_sdpa", "native", "torch"),
+    dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+    masks=frozenset({"none", "key_padding", "dense", "bias"}),
+)

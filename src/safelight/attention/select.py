@@ -1,0 +1,264 @@
+"""select_backend: which kernel a layer gets, and why. A pure function of data (rules S1 to S9)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Self
+
+from safelight.attention.backend import AttentionBackend, Reason, ReasonKind
+from safelight.attention.requirements import AttentionRequirements
+from safelight.catalog import declarations
+from safelight.errors import (
+    BackendNotSupportedError,
+    BackendUnavailableError,
+    CapabilityError,
+    NoBackendError,
+    SelectionError,
+)
+from safelight.platforms import platform_named
+from safelight.platforms.facts import MachineFacts
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class BackendPreference:
+    """A backend somebody or something would like: by whom, how firmly and for which layers.
+
+    `explicit` means a person said so. `names` is what it was given for: "" everything, "component" or
+    "component.role". `source` is printable, such as "`--attention` flag".
+    """
+
+    backend: str
+    source: str
+    explicit: bool
+    names: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The preference as plain data."""
+        data: dict[str, Any] = {"backend": self.backend, "source": self.source, "explicit": self.explicit}
+        return {**data, **({"names": self.names} if self.names else {}), **({"options": dict(self.options)} if self.options else {})}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild from `to_json` data."""
+        return cls(**{**data, "options": tuple(data.get("options", {}).items())})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found about one candidate: no reasons means it fits."""
+
+    backend: str
+    reasons: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The backend for one kind of layer, how it came to that, and a verdict for every candidate considered.
+
+    `reason` is None where a preference was honoured.
+    """
+
+    backend: str
+    preference: BackendPreference | None
+    reason: str | None
+    verdicts: tuple[Verdict, ...] = field(repr=False)
+
+    @property
+    def rejected(self) -> tuple[Verdict, ...]:
+        """The candidates that were refused on the way."""
+        return tuple(verdict for verdict in self.verdicts if verdict.reasons)
+
+
+def declared_backends() -> dict[str, AttentionBackend]:
+    """Every declared backend by name: the package's own and those of installed plug-ins."""
+    found = declarations("safelight.attention.backends", "BACKEND", "safelight.backends")
+    return {backend.name: backend for backend in found.declarations}
+
+
+def preferred(
+    requirements: AttentionRequirements, sources: Iterable[Sequence[BackendPreference]]
+) -> BackendPreference | None:
+    """The preference that applies to a layer (S1): nearest source first, in it the most specific name first."""
+    component = requirements.component
+    for source in sources:
+        by_name = {preference.names: preference for preference in source}
+        for name in (f"{component}.{requirements.role}", component, ""):
+            if name in by_name:
+                return None if by_name[name].backend == AUTO else by_name[name]
+    return None
+
+
+def select_backend(
+    requirements: AttentionRequirements,
+    machine: MachineFacts,
+    preference: BackendPreference | None = None,
+    supported: frozenset[str] | None = None,
+    backends: Mapping[str, AttentionBackend] | None = None,
+    *,
+    order: Sequence[str] | None = None,
+) -> Selection:
+    """Choose the backend for layers with these requirements on this machine.
+
+    `supported` is the layer's own set (S10); None means any. `backends` defaults to everything declared, `order` to
+    the automatic order of the machine's platform. Raises a SelectionError that lists every verdict (S9).
+    """
+    backends = declared_backends() if backends is None else backends
+    order = platform_named(machine.platform).automatic_order(machine) if order is None else order
+    wish = None if preference is None or preference.backend == AUTO else preference
+    asked = None if wish is None else canonical(wish.backend, backends)
+    fallback = _fallback_reason(requirements, wish, backends.get(asked) if asked else None)
+
+    candidates = [] if asked is None else [asked]
+    if fallback is not None:
+        candidates += [name for name in order if name in backends]
+        candidates += sorted(backends if supported is None else supported)
+    verdicts: list[Verdict] = []
+    for name in dict.fromkeys(candidates):
+        is_chosen_by_person = name == asked and wish is not None and wish.explicit
+        reasons = why_not(name, requirements, machine, backends, supported, is_explicit=is_chosen_by_person)
+        verdicts.append(Verdict(name, reasons))
+        if not reasons:
+            reason = None if name == asked else fallback
+            return Selection(backend=name, preference=wish, reason=reason, verdicts=tuple(verdicts))
+    raise _refusal(requirements, machine, wish, supported, backends, verdicts)
+
+
+def canonical(name: str, backends: Mapping[str, AttentionBackend]) -> str:
+    """The declared name behind a name or an alias; an unknown one is returned as it is."""
+    if name in backends:
+        return name
+    return next((backend.name for backend in backends.values() if name in backend.aliases), name)
+
+
+def why_not(
+    name: str,
+    requirements: AttentionRequirements,
+    machine: MachineFacts,
+    backends: Mapping[str, AttentionBackend],
+    supported: frozenset[str] | None = None,
+    *,
+    is_explicit: bool = False,
+) -> tuple[Reason, ...]:
+    """Every reason against one candidate (S6); none means it fits."""
+    backend = backends.get(name)
+    if backend is None:
+        near = get_close_matches(name, [*backends, *(a for b in backends.values() for a in b.aliases)], n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return (Reason("unknown", f"no backend has this name; {hint}the backends are {', '.join(sorted(backends))}"),)
+    reasons = [*_hardware(backend, machine)]
+    if supported is not None and name not in supported:
+        reasons.append(Reason("scope", "not supported by this attention layer"))
+    reasons += [Reason("capability", detail) for detail in _missing(backend, requirements)]
+    reasons += backend.why_not(requirements, machine)
+    if not is_explicit and (backend.is_sparse or backend.is_lossy):
+        kind = "sparse" if backend.is_sparse else "lossy"
+        reasons.append(Reason("policy", f"{kind} kernels change the picture and are never taken unasked"))
+    return tuple(reasons)
+
+
+def _hardware(backend: AttentionBackend, machine: MachineFacts) -> list[Reason]:
+    if backend.platforms and machine.platform not in backend.platforms:
+        allowed = ", ".join(sorted(backend.platforms))
+        return [Reason("platform", f"runs on {allowed}; this machine is {machine.platform}")]
+    reasons = []
+    arches = backend.arches.get(machine.platform)
+    if arches is not None and machine.arch not in arches:
+        reasons.append(Reason("arch", f"has code for {', '.join(arches)}; this device is {machine.arch}"))
+    if backend.package is not None:
+        package = machine.packages.get(backend.package)
+        if package is None:
+            reasons.append(Reason("package", f"package {backend.package} is not installed"))
+        elif package.import_error is not None:
+            reasons.append(Reason("package", f"package {package.dist} is broken: {package.import_error}"))
+    return reasons
+
+
+def _missing(backend: AttentionBackend, need: AttentionRequirements) -> Iterable[str]:
+    """What the layer needs and the kernel lacks."""
+    if need.dtype not in backend.dtypes:
+        yield f"dtype {need.dtype} (takes {', '.join(sorted(backend.dtypes))})"
+    if backend.head_dims is not None and not backend.head_dims(need.head_dim):
+        yield f"head_dim {need.head_dim} (takes {backend.head_dims_text})"
+    if need.num_kv_heads != need.num_heads and not backend.grouped_query:
+        yield f"grouped-query ({need.num_heads} heads on {need.num_kv_heads})"
+    if need.causal and not backend.causal:
+        yield "causal"
+    if need.mask not in backend.masks:
+        yield f"mask {need.mask}"
+    if need.packed_varlen and not backend.packed_varlen:
+        yield "packed varlen"
+    if need.needs_lse and not backend.lse:
+        yield "LSE"
+    if need.scale is not None and need.scale != need.head_dim**-0.5 and not backend.custom_scale:
+        yield f"scale {need.scale}"
+    if need.role == "cross" and not backend.cross_lengths:
+        yield "lengths (queries and keys must be equally many)"
+    if need.role == "cross" and backend.is_sparse:
+        yield "role cross (sparse kernels serve self-attention)"
+    elif need.role != "self" and backend.self_only:
+        yield f"role {need.role} (made for self-attention alone)"
+
+
+def _fallback_reason(
+    requirements: AttentionRequirements, wish: BackendPreference | None, backend: AttentionBackend | None
+) -> str | None:
+    """Why another backend may be taken (S5), or None if it may not."""
+    if wish is None:
+        return "platform default"
+    names_role = wish.names == f"{requirements.component}.{requirements.role}"
+    if (
+        requirements.role == "cross"
+        and backend is not None
+        and (backend.is_sparse or backend.self_only)
+        and not names_role
+    ):
+        return "dense cross-attention fallback"
+    if not wish.explicit:
+        return "platform default fallback"
+    if requirements.is_auxiliary and wish.names == "":
+        return f"not required for {requirements.component}"
+    return None
+
+
+def _refusal(
+    requirements: AttentionRequirements,
+    machine: MachineFacts,
+    wish: BackendPreference | None,
+    supported: frozenset[str] | None,
+    backends: Mapping[str, AttentionBackend],
+    verdicts: Sequence[Verdict],
+) -> SelectionError:
+    kinds: set[ReasonKind] = {reason.kind for verdict in verdicts for reason in verdict.reasons}
+    error: type[SelectionError] = NoBackendError
+    if "capability" in kinds:
+        error = CapabilityError
+    elif kinds & {"scope", "unknown"}:
+        error = BackendNotSupportedError
+    elif kinds & {"platform", "arch", "package"}:
+        error = BackendUnavailableError
+    layer = f"{requirements.component}.{requirements.role}"
+    asked = "no backend was asked for" if wish is None else f"asked for {wish.backend} ({wish.source})"
+    refused = "; ".join(f"{v.backend}: {', '.join(r.detail for r in v.reasons)}" for v in verdicts)
+    fits = [
+        name
+        for name in sorted(backends)
+        if not why_not(name, requirements, machine, backends, supported, is_explicit=True)
+    ]
+    remedy = f"these would do: {', '.join(fits)}; pick one with --attention {layer}={fits[0]}" if fits else "nothing here would do"
+    shape = f"head_dim {requirements.head_dim}, {requirements.dtype}, mask {requirements.mask}"
+    return error(
+        f"attention of {layer} ({shape}) on {machine.platform} {machine.arch}: {asked}. Refused: {refused}. {remedy[0].upper()}{remedy[1:]}.",
+        layer=layer,
+        preference=None if wish is None else wish.to_json(),
+        requirements=requirements.to_json(),
+        rejected=[rejected_json(verdict) for verdict in verdicts],
+        would_do=fits,
+    )
+
+
+def rejected_json(verdict: Verdict) -> dict[str, Any]:
+    """A verdict in the public JSON form."""
+    return {"backend": verdict.backend, "reasons": [{"kind": r.kind, "detail": r.detail} for r in verdict.reasons]}

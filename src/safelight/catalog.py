@@ -1,0 +1,124 @@
+"""Find the declarations of a package: one constant in each of its modules, then what installed packages add.
+
+Nothing is remembered between calls: who needs the list twice keeps it.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from safelight.errors import SafelightError
+
+# What a package built for another machine raises while it is imported or asked a question. Written out instead of
+# Exception, so that cancelling, running out of memory and our own errors are never taken for a broken package.
+BROKEN: tuple[type[BaseException], ...] = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    BufferError,
+    EOFError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    SystemError,
+    SystemExit,
+    TypeError,
+    ValueError,
+    Warning,
+)
+
+
+@dataclass(frozen=True)
+class LoadFailure:
+    """An entry point that gave no declaration: its name, the first line of the cause, and where it came from."""
+
+    name: str
+    cause: str
+    origin: str
+
+
+class Found(NamedTuple):
+    """The declarations, built-in ones first, and the entry points that failed."""
+
+    declarations: tuple[Any, ...]
+    failures: tuple[LoadFailure, ...]
+
+
+def cause_of(error: BaseException) -> str:
+    """The kind of an error and the first line of its text: "OSError: libcuda.so.1: cannot open shared object file"."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+def built_in(package: str, constant: str, *, besides: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """The declarations that a package's own modules hold, in the modules' order by name.
+
+    A module holds one unless its name starts with "_" or stands in `besides`.
+    """
+    return tuple(declaration for declaration, _ in _from_modules(package, constant, besides))
+
+
+def declarations(package: str, constant: str, group: str, *, besides: tuple[str, ...] = ()) -> Found:
+    """Everything declared: `built_in`, then the entry points of `group`, by name.
+
+    An entry point names the declaration itself ("acme_kernels.safelight:BACKEND"). One that can't be loaded, or isn't
+    of the built-in declarations' class, is a LoadFailure. A name declared twice raises SafelightError.
+    """
+    found = list(_from_modules(package, constant, besides))
+    classes = tuple({type(declaration) for declaration, _ in found})
+    assert classes, f"no module of {package} holds a {constant}"
+    failures = []
+    for name, origin, result in _from_entry_points(group):
+        if isinstance(result, _Failed):
+            failures.append(LoadFailure(name, result.cause, origin))
+        elif not isinstance(result, classes):
+            allowed = " or ".join(sorted(kind.__name__ for kind in classes))
+            failures.append(LoadFailure(name, f"it is of class {type(result).__name__}, not {allowed}", origin))
+        else:
+            found.append((result, f"the entry point {origin}"))
+    _refuse_duplicates(found, constant)
+    return Found(tuple(declaration for declaration, _ in found), tuple(failures))
+
+
+def _from_modules(package: str, constant: str, besides: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
+    path = importlib.import_module(package).__path__
+    for name in sorted(module.name for module in pkgutil.iter_modules(path)):
+        if name.startswith("_") or name in besides:
+            continue
+        module = importlib.import_module(f"{package}.{name}")
+        assert hasattr(module, constant), f"{module.__name__} holds no {constant}"
+        yield getattr(module, constant), module.__name__
+
+
+@dataclass(frozen=True)
+class _Failed:
+    cause: str
+
+
+def _from_entry_points(group: str) -> Iterator[tuple[str, str, Any]]:
+    # Imported here because it costs more than the rest of this file, and most commands never come by.
+    from importlib.metadata import entry_points
+
+    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+        dist = "" if point.dist is None else f" of {point.dist.name} {point.dist.version}"
+        origin = f"{point.name} = {point.value}{dist}"
+        try:
+            yield point.name, origin, point.load()
+        except BROKEN as error:
+            yield point.name, origin, _Failed(cause_of(error))
+
+
+def _refuse_duplicates(found: list[tuple[Any, str]], constant: str) -> None:
+    origins: dict[str, str] = {}
+    for declaration, origin in found:
+        if declaration.name in origins:
+            raise SafelightError(
+                f"{constant} {declaration.name!r} is declared twice: by {origins[declaration.name]} and by {origin}; "
+                "uninstall or rename one of them"
+            )
+        origins[declaration.name] = origin

@@ -1,0 +1,338 @@
+"""`safelight generate`: a prompt becomes a PNG or an MP4."""
+
+import functools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safelight.cli import values
+from safelight.cli.console import Console
+from safelight.cli.options import Argument, Command, CommandLine, Option, nearest, quoted, wrong_command_line
+from safelight.cli.progress import duration, progress_on
+from safelight.config import Settings, parse_attention
+from safelight.errors import RequestError
+from safelight.request import Progress, Request
+
+if TYPE_CHECKING:
+    from safelight.engine import Engine
+
+# A drawn seed is short enough to be read out and typed again; a given one can be anything below 2**63.
+DRAWN_SEED_BYTES = 4
+
+# What a field of Request is called on the command line.
+_FLAGS = {
+    "prompt": "PROMPT",
+    "negative_prompt": "--negative",
+    "width": "--size: the width",
+    "height": "--size: the height",
+    "num_frames": "--frames",
+    "num_steps": "--steps",
+    "guidance_scale": "--guidance",
+    "seed": "--seed",
+    "num_outputs": "--num-outputs",
+    "fps": "--fps",
+}
+
+
+def open_engine(model: str | None, **options: Any) -> "Engine":
+    """The engine for a model. Imports torch."""
+    from safelight.engine import Engine
+
+    return Engine.from_pretrained(model, **options)
+
+
+def check_model(model: str | None) -> None:
+    """Raise CheckpointError now for what can be seen from outside the model's weights. Imports no torch."""
+    from safelight.engine import check_model
+
+    check_model(model)
+
+
+def run(
+    line: CommandLine,
+    console: Console,
+    *,
+    engine_factory: Callable[..., "Engine"] = open_engine,
+    model_check: Callable[[str | None], object] = check_model,
+) -> None:
+    """Generate, save, and print what was saved.
+
+    Whatever can be known to be wrong without torch is told first, all of it at once.
+    """
+    from safelight.media import check_dimensions, plan_paths, save_result
+
+    started_s = time.perf_counter()
+    given = line.values
+    out: Path | None = given["out"]
+    overwrite: bool = given["overwrite"]
+    attention = _attention(given["attention"], line.problems)
+    settings = _settings(line.problems)
+    model: str | None = given["model"] or (settings.model.value if settings.model else None)
+    request = _request(given, line.problems, console)
+
+    def check_target(request: Request, num_frames: int) -> None:
+        assert request.seed is not None
+        plan_paths(
+            out,
+            prompt=request.prompt,
+            seed=request.seed,
+            num_outputs=request.num_outputs,
+            num_frames=num_frames,
+            directory=Path(),
+            overwrite=overwrite,
+        )
+
+    # How many frames the model makes unasked isn't known yet; the name that was given tells what is expected.
+    expected = given["frames"] or (1 if out is not None and out.suffix.lower() == ".png" else 2)
+    checks: list[Callable[[], object]] = [lambda: model_check(model)]
+    if request is not None:
+        checks.append(functools.partial(check_target, request, expected))
+    _raise_all(line.problems, checks)
+    assert request is not None
+
+    with progress_on(console.err) as progress:
+        progress(Progress(stage="load", step=0, num_steps=1, elapsed_s=0.0))
+        engine = engine_factory(
+            model,
+            attention=attention or None,
+            device=given["device"],
+            dtype=given["dtype"],
+            settings=settings,
+            report=progress,
+        )
+        request = engine.resolve(request)
+        width, height, num_frames, fps = request.width, request.height, request.num_frames, request.fps
+        assert width is not None
+        assert height is not None
+        assert num_frames is not None
+        assert fps is not None
+        check_dimensions(width=width, height=height, num_frames=num_frames, fps=fps)
+        check_target(request, num_frames)
+        plan_lines = engine.plan(request).lines()
+        progress.say(f"{engine.model} on {engine.machine.platform} ({engine.machine.arch})")
+        for text in plan_lines:
+            progress.say(text)
+        result = engine.generate(request, report=progress)
+        if result.plan.lines() != plan_lines:
+            for text in result.plan.lines():
+                progress.say(f"ran with {text}")
+        progress(Progress(stage="write", step=0, num_steps=1, elapsed_s=time.perf_counter() - started_s))
+        result = save_result(result, out, overwrite=overwrite)
+
+    elapsed = duration(time.perf_counter() - started_s)
+    for warning in result.warnings:
+        print(f"safelight: warning: {warning}", file=console.err)
+    if given["json"]:
+        import json
+
+        json.dump(result.to_json(), console.out)
+        console.out.write("\n")
+    elif len(result.outputs) == 1:
+        console.out.write(f"{described(**result.outputs[0].to_json())}, {elapsed}\n")
+    else:
+        console.out.writelines(f"{described(**output.to_json())}\n" for output in result.outputs)
+        print(f"{len(result.outputs)} outputs in {elapsed}", file=console.err)
+
+
+def described(*, path: str, width: int, height: int, num_frames: int, fps: float, seed: int) -> str:
+    """An output's JSON in one line: "circle.mp4  64x64, 9 frames at 8 fps, seed 7"."""
+    frames = "1 frame" if num_frames == 1 else f"{num_frames} frames at {fps:g} fps"
+    return f"{path}  {width}x{height}, {frames}, seed {seed}"
+
+
+def _request(given: Mapping[str, Any], problems: list[str], console: Console) -> Request | None:
+    """The request, or None and what is wrong with it."""
+    prompt: str | None = given["prompt"]
+    if prompt == "-":
+        prompt = _prompt_from_stdin(problems, console)
+    for flag, text in (("PROMPT", prompt), ("--negative", given["negative"])):
+        if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
+            problems.append(f"{flag} is {quoted(text)}; it isn't valid {sys.getfilesystemencoding()} text")
+    width, height = given["size"] or (None, None)
+    seed = given["seed"]
+    try:
+        request = Request(
+            # One that is missing is told already; the rest is checked all the same.
+            prompt="-" if prompt is None else prompt,
+            negative_prompt=given["negative"],
+            width=width,
+            height=height,
+            num_frames=given["frames"],
+            fps=given["fps"],
+            num_steps=given["steps"],
+            guidance_scale=given["guidance"],
+            # Drawn here and not by the engine, so that the files' names can be checked before anything is loaded.
+            seed=int.from_bytes(os.urandom(DRAWN_SEED_BYTES), "big") if seed is None else seed,
+            num_outputs=1 if given["num_outputs"] is None else given["num_outputs"],
+            cancel=console.cancel,
+        )
+    except RequestError as error:
+        names = "|".join(_FLAGS)
+        for problem in re.split(rf"; (?=(?:{names}) is )", error.message):
+            field, _, rest = problem.partition(" ")
+            problems.append(f"{_FLAGS[field]} {rest}")
+        return None
+    return request
+
+
+def _prompt_from_stdin(problems: list[str], console: Console) -> str | None:
+    """The prompt that was piped in: UTF-8, without the line break that ends it."""
+    if sys.stdin.isatty():
+        print("safelight: reading the prompt from the keyboard; Ctrl-D ends it", file=console.err, flush=True)
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problems.append(f"PROMPT (from standard input) isn't UTF-8 text: byte {error.start} is wrong")
+        return None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _settings(problems: list[str]) -> Settings:
+    """What is set outside the command line; nothing where it is wrong, which ends up among the problems."""
+    try:
+        return Settings.from_environment()
+    except RequestError as error:
+        problems.extend(error.details["problems"])
+        return Settings()
+
+
+def _attention(given: Sequence[str], problems: list[str]) -> dict[str, str]:
+    """What `--attention` names, by component and role; "" is everything."""
+    if not given:
+        return {}
+    from safelight.attention.select import AUTO, canonical, declared_backends
+
+    try:
+        choices = parse_attention(given, "--attention")
+    except RequestError as error:
+        problems.extend(f"--attention: {problem}" for problem in error.details["problems"])
+        return {}
+    backends = declared_backends()
+    for choice in choices:
+        if choice.backend != AUTO and canonical(choice.backend, backends) not in backends:
+            aliases = [alias for backend in backends.values() for alias in backend.aliases]
+            near = nearest(choice.backend, [AUTO, *backends, *aliases])
+            hint = "" if near is None else f"did you mean {near}? "
+            problems.append(
+                f"--attention names {quoted(choice.backend)}; no backend has this name. "
+                f"{hint}They are {', '.join(sorted({AUTO, *backends}))}"
+            )
+    return {choice.names: choice.backend for choice in choices}
+
+
+def _raise_all(problems: list[str], checks: Sequence[Callable[[], object]]) -> None:
+    """Raise what is wrong: a single error as it is, several as one."""
+    errors = [wrong_command_line(problems)] if problems else []
+    for check in checks:
+        try:
+            check()
+        except RequestError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise wrong_command_line([*problems, *(error.message for error in errors[bool(problems) :])])
+
+
+COMMAND = Command(
+    name="generate",
+    summary="Make an image or a video from a prompt.",
+    argument=Argument(
+        metavar="PROMPT",
+        help='what to show, in quotes; "-" reads it from standard input (UTF-8)',
+        example='"a red circle moving right"',
+    ),
+    options=(
+        Option(
+            flag="--model",
+            metavar="PATH_OR_ID",
+            convert=values.name,
+            help="a model's directory in diffusers' layout, or its id on the hub (default: the demo model)",
+            also=("--checkpoint", "--model-path", "--pretrained", "--ckpt"),
+        ),
+        Option(
+            flag="--negative",
+            metavar="TEXT",
+            help="what not to show; used when guidance is above 1",
+            also=("--negative-prompt", "--n-prompt", "--neg-prompt"),
+        ),
+        Option(
+            flag="--size",
+            metavar="WIDTHxHEIGHT",
+            convert=values.size,
+            help="in pixels",
+            also=("--width", "--height", "--resolution"),
+        ),
+        Option(
+            flag="--frames",
+            metavar="N",
+            convert=values.whole,
+            help="how many frames; 1 makes an image",
+            also=("--num-frames", "--length", "--video-length"),
+        ),
+        Option(
+            flag="--fps",
+            metavar="RATE",
+            convert=values.fps,
+            help="frames per second: 16, 23.976, 24000/1001",
+            also=("--frame-rate", "--framerate"),
+        ),
+        Option(
+            flag="--steps",
+            metavar="N",
+            convert=values.whole,
+            help="how many denoising steps",
+            also=("--num-steps", "--num-inference-steps", "--sample-steps", "--sampling-steps"),
+        ),
+        Option(
+            flag="--guidance",
+            metavar="SCALE",
+            convert=values.number,
+            help="how closely to follow the prompt; 1 or less switches guidance off",
+            also=("--guidance-scale", "--cfg", "--cfg-scale", "--scale"),
+        ),
+        Option(
+            flag="--seed",
+            metavar="N",
+            convert=values.whole,
+            help="0 to 9223372036854775807: the same seed gives the same result (default: a random one, shown)",
+        ),
+        Option(
+            flag="--num-outputs",
+            metavar="N",
+            convert=values.whole,
+            help="how many results; output i has seed + i",
+            also=("--batch-size", "--num-images", "--num-videos", "--num-samples", "--n"),
+        ),
+        Option(
+            flag="--out",
+            metavar="FILE",
+            convert=values.path,
+            help="a .png for one frame, else an .mp4; several outputs are numbered (default: named after the prompt)",
+            also=("--output", "-o", "--save-path", "--output-path", "--outfile"),
+        ),
+        Option(flag="--overwrite", help="replace FILE if it exists", also=("--force", "--yes", "-y")),
+        Option(
+            flag="--attention",
+            metavar="NAME",
+            repeats=True,
+            help="the attention backend: NAME, COMPONENT=NAME or COMPONENT.ROLE=NAME; can be given several times",
+            also=("--attention-backend", "--attn", "--backend", "--attn-backend"),
+        ),
+        Option(flag="--device", metavar="NAME", convert=values.name, help="where to run: cpu, cuda, cuda:1, mps"),
+        Option(
+            flag="--dtype",
+            metavar="NAME",
+            convert=values.dtype,
+            help="float32, bfloat16 or float16",
+            also=("--torch-dtype", "--precision"),
+        ),
+        Option(flag="--json", help="print the result, or the error, as JSON"),
+    ),
+    notes="What isn't given is the model's default. The settings are kept in the file: `safelight explain FILE`.",
+    run=run,
+)

@@ -1,0 +1,1 @@
+"""The demo checkpoint and what made it: scenes, prompts, training, judging."""

@@ -1,0 +1,1 @@
+"""Building blocks that several models share."""

@@ -1,0 +1,70 @@
+"""What the engine knows of a model family: a checkpoint read without torch, and the pipeline that it loads into."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from safelight.attention.plan import LayerGroup
+from safelight.request import Request
+from safelight.weights.model_index import ModelIndex
+
+if TYPE_CHECKING:
+    import torch
+
+    from safelight.sampling.denoise import StepState
+
+Report = Callable[[int, int], None]
+
+
+class Pipeline(Protocol):
+    """A loaded model. `modules` are its components by name, for binding attention kernels."""
+
+    modules: Mapping[str, "torch.nn.Module"]
+
+    def encode(self, request: Request) -> tuple[Any, tuple[str, ...]]:
+        """The prompt as the model wants it, and warnings."""
+        ...
+
+    def denoise(self, request: Request, text: Any, seeds: Sequence[int]) -> Iterator["StepState"]:
+        """Step states of one batch of outputs, a latent for each seed."""
+        ...
+
+    def decode(self, latents: "torch.Tensor", report: Report) -> "torch.Tensor":
+        """Frames uint8 [batch, frames, height, width, 3] on the CPU."""
+        ...
+
+    def batches(self, request: Request, seeds: Sequence[int]) -> Iterator[Sequence[int]]:
+        """The seeds in batches that run together."""
+        ...
+
+
+class Checkpoint(Protocol):
+    """A model's folder, its configurations read and its files' headers checked; no weights and no torch."""
+
+    folder: Path
+
+    def layer_groups(self, dtype: str) -> tuple[LayerGroup, ...]:
+        """Every attention layer, in the order in which a request meets them."""
+        ...
+
+    def resolve(self, request: Request) -> Request:
+        """The request with the model's defaults filled in. Raises RequestError for what the model can't do."""
+        ...
+
+    def warnings(self, request: Request) -> tuple[str, ...]:
+        """What a person should know about a resolved request."""
+        ...
+
+    def load(self, dtype: str, device: str, report: Report) -> Pipeline:
+        """Load the weights."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model family's declaration. `class_name` is what model_index.json calls its pipeline."""
+
+    name: str
+    class_name: str
+    open: Callable[[ModelIndex], Checkpoint]

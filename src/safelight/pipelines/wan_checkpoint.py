@@ -1,0 +1,192 @@
+"""The Wan family's checkpoint: its configurations, defaults and limits. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from safelight.attention.plan import LayerGroup
+from safelight.errors import CheckpointError, RequestError
+from safelight.models.umt5_config import Umt5Config
+from safelight.models.wan_config import WanConfig
+from safelight.models.wan_vae_config import WanVaeConfig
+from safelight.pipelines.family import Family, Report
+from safelight.request import Request
+from safelight.weights.files import WeightFiles, find_weights, read_headers
+from safelight.weights.model_index import ModelIndex
+from safelight.weights.reading import read_json
+
+if TYPE_CHECKING:
+    from safelight.pipelines.wan import WanPipeline
+
+# What a checkpoint may say of itself beside diffusers' files.
+MANIFEST = "safelight.json"
+CLASSES = {
+    "tokenizer": None,
+    "text_encoder": "UMT5EncoderModel",
+    "transformer": "WanTransformer3DModel",
+    "vae": "AutoencoderKLWan",
+    "scheduler": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a request that leaves a field out gets; those of Wan 2.1 at 480p unless the checkpoint has its own."""
+
+    width: int = 832
+    height: int = 480
+    num_frames: int = 81
+    fps: Fraction = Fraction(16)
+    num_steps: int = 50
+    guidance_scale: float = 5.0
+    negative_prompt: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanCheckpoint:
+    """A Wan text-to-video model in diffusers' layout."""
+
+    folder: Path
+    transformer: WanConfig
+    text_encoder: Umt5Config
+    vae: WanVaeConfig
+    scheduler: Mapping[str, Any]
+    files: Mapping[str, WeightFiles]
+    defaults: Defaults
+    trained_sizes: tuple[tuple[int, int], ...] = ()
+    trained_max_frames: int | None = None
+
+    @classmethod
+    def open(cls, index: ModelIndex) -> Self:
+        """Read every configuration and file header of a model. Raises CheckpointError that names file and key."""
+        for component, wanted in CLASSES.items():
+            index.folder(component)
+            found = index.components[component][1]
+            if wanted is not None and found != wanted:
+                raise CheckpointError(f"{index.path}: {component} is {found}; text-to-video Wan has {wanted}")
+        if "transformer_2" in index.components or index.settings.get("boundary_ratio") is not None:
+            raise CheckpointError(f"{index.path}: two-stage Wan 2.2 (transformer_2) isn't supported yet")
+        root = index.path.parent
+
+        def config(component: str, name: str = "config.json") -> tuple[dict[str, Any], str]:
+            path = root / component / name
+            return read_json(path), str(path)
+
+        files = {
+            "text_encoder": find_weights(root / "text_encoder", stem="model"),
+            "transformer": find_weights(root / "transformer"),
+            "vae": find_weights(root / "vae"),
+        }
+        for component in files:
+            read_headers(files[component])
+        manifest = read_json(root / MANIFEST) if (root / MANIFEST).exists() else {}
+        checkpoint = cls(
+            folder=root,
+            transformer=WanConfig.from_json(*config("transformer")),
+            text_encoder=Umt5Config.from_json(*config("text_encoder")),
+            vae=WanVaeConfig.from_json(*config("vae")),
+            scheduler=config("scheduler", "scheduler_config.json")[0],
+            files=files,
+            defaults=_defaults(manifest, root / MANIFEST),
+            trained_sizes=tuple((size[0], size[1]) for size in manifest.get("trained_sizes", ())),
+            trained_max_frames=manifest.get("trained_max_frames"),
+        )
+        checkpoint._check_fit()
+        return checkpoint
+
+    def layer_groups(self, dtype: str) -> tuple[LayerGroup, ...]:
+        """The attention layers of text encoder, transformer and VAE; the VAE always runs in float32."""
+        return (
+            LayerGroup(
+                requirements=self.text_encoder.attention_requirements(dtype), count=self.text_encoder.num_layers
+            ),
+            *self.transformer.attention_groups(dtype),
+            LayerGroup(requirements=self.vae.attention_requirements("float32"), count=1),
+        )
+
+    def resolve(self, request: Request) -> Request:
+        """The request with defaults filled in. Raises RequestError, with the nearest the model can do."""
+        defaults = self.defaults
+        resolved = request.replace(
+            **{
+                name: getattr(defaults, name)
+                for name in ("width", "height", "num_frames", "fps", "num_steps", "guidance_scale", "negative_prompt")
+                if getattr(request, name) is None
+            }
+        )
+        problems = []
+        _, patch_h, patch_w = self.transformer.patch_size
+        for name, patch in (("width", patch_w), ("height", patch_h)):
+            step = self.vae.spatial_factor * patch
+            problems += _off_grid(name, getattr(resolved, name), step, 0, MAX_TOKENS_ON_AN_AXIS * step)
+        step = self.vae.temporal_factor
+        problems += _off_grid("num_frames", resolved.num_frames, step, 1, MAX_TOKENS_ON_AN_AXIS * step)
+        if problems:
+            raise RequestError("; ".join(problems), fields=[problem.split(" ", 1)[0] for problem in problems])
+        return resolved
+
+    def warnings(self, request: Request) -> tuple[str, ...]:
+        """Where the request leaves what the model was trained for."""
+        found = []
+        assert request.width is not None and request.height is not None and request.num_frames is not None
+        if self.trained_sizes and (request.width, request.height) not in self.trained_sizes:
+            sizes = ", ".join(f"{width}x{height}" for width, height in self.trained_sizes)
+            found.append(
+                f"this model was trained at {sizes}; at {request.width}x{request.height} it may not draw what was asked"
+            )
+        if self.trained_max_frames is not None and request.num_frames > self.trained_max_frames:
+            found.append(
+                f"this model was trained on at most {self.trained_max_frames} frames; {request.num_frames} may not hold"
+            )
+        return tuple(found)
+
+    def load(self, dtype: str, device: str, report: Report) -> "WanPipeline":
+        """Load the weights; `report` is told how many components are done."""
+        from safelight.pipelines.wan import WanPipeline
+
+        return WanPipeline.load(self, dtype, device, report)
+
+    def _check_fit(self) -> None:
+        """Raise CheckpointError where one component's output isn't the next one's input."""
+        where = self.folder
+        pairs = (
+            ("transformer text_dim", self.transformer.text_dim, "text_encoder d_model", self.text_encoder.d_model),
+            ("transformer in_channels", self.transformer.in_channels, "vae z_dim", self.vae.z_dim),
+            ("transformer out_channels", self.transformer.out_channels, "vae z_dim", self.vae.z_dim),
+        )
+        problems = [f"{a} is {x}, {b} is {y}" for a, x, b, y in pairs if x != y]
+        if problems:
+            raise CheckpointError(f"{where}: the components don't fit together: {'; '.join(problems)}")
+
+
+# Beyond this the published models' rotary tables end (rope_max_seq_len).
+MAX_TOKENS_ON_AN_AXIS = 1024
+
+
+def _off_grid(name: str, value: int | None, step: int, offset: int, largest: int) -> list[str]:
+    """A problem, with the nearest values, if `value` isn't offset + a multiple of step, within the limits."""
+    assert value is not None
+    smallest = offset or step
+    if smallest <= value <= largest and (value - offset) % step == 0:
+        return []
+    below = max(smallest, min(largest, (value - offset) // step * step + offset))
+    above = max(smallest, min(largest, below + step))
+    nearest = below if abs(value - below) <= abs(above - value) else above
+    other = f" (or {below if nearest == above else above})" if below != above and smallest < value < largest else ""
+    rule = f"{offset} more than a multiple of {step}" if offset else f"a multiple of {step}"
+    return [f"{name} is {value}; this model needs {rule}, up to {largest}: the nearest is {nearest}{other}"]
+
+
+def _defaults(manifest: Mapping[str, Any], path: Path) -> Defaults:
+    given = dict(manifest.get("defaults", {}))
+    unknown = sorted(set(given) - set(Defaults.__dataclass_fields__))
+    if unknown:
+        raise CheckpointError(f"{path}: unknown defaults {unknown}; they are {sorted(Defaults.__dataclass_fields__)}")
+    if "fps" in given:
+        given["fps"] = Fraction(str(given["fps"]))
+    return Defaults(**given)
+
+
+FAMILY = Family(name="wan", class_name="WanPipeline", open=WanCheckpoint.open)

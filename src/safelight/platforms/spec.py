@@ -1,0 +1,113 @@
+"""Platform: the declaration of one kind of accelerator, and how every probe asks torch without ever failing."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from safelight.catalog import BROKEN, cause_of
+from safelight.platforms.facts import DeviceFacts, MachineFacts
+
+T = TypeVar("T")
+
+UNKNOWN_DEVICE = DeviceFacts(arch="unknown", name="unknown")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """One kind of accelerator. A file in `platforms/` holds one, named PLATFORM, and imports no torch.
+
+    `torch_device` is torch's name for it ("cuda" for rocm too). `automatic_order` gives backend names, best first, for
+    a machine of this platform, and `default_dtype` a torch dtype's name; both are pure. `probe` is given the torch
+    module and never raises: None means that this torch isn't built for the platform, facts without devices that it is
+    but no device can be used, with the causes in `notes`.
+    """
+
+    name: str
+    torch_device: str
+    automatic_order: Callable[[MachineFacts], tuple[str, ...]]
+    default_dtype: Callable[[MachineFacts], str]
+    probe: Callable[[Any], MachineFacts | None]
+
+
+def look(module: Any, path: str) -> Any:
+    """A dotted attribute such as "version.hip", or None where a part is missing or can't be read."""
+    for name in path.split("."):
+        try:
+            module = getattr(module, name, None)
+        except BROKEN:
+            return None
+    return module
+
+
+def version_of(torch: Any, what: str) -> str | None:
+    """A version that torch's build states, as text: "__version__", "version.cuda", "version.hip"."""
+    value = look(torch, what)
+    return str(value) if value else None
+
+
+def ask(
+    what: str, question: Callable[[], T], notes: list[str], own_errors: tuple[type[Exception], ...] = ()
+) -> T | None:
+    """Answer a question about a device, or note the first line of why not and give None.
+
+    A warning is noted too: that is how torch says that a driver is too old. `own_errors` are the asked module's.
+    """
+    answer: T | None = None
+    broken: tuple[type[BaseException], ...] = BROKEN + own_errors
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            answer = question()
+        except broken as error:
+            notes.append(f"{what} failed: {cause_of(error)}")
+    for warning in heard:
+        note = f"{what} warned: {_first_line(str(warning.message))}"
+        if issubclass(warning.category, UserWarning | RuntimeWarning) and note not in notes:
+            notes.append(note)
+    return answer
+
+
+def call(torch: Any, path: str, notes: list[str]) -> Any:
+    """`ask` a function of torch that takes nothing, such as "backends.mps.get_name"; None where torch hasn't got it."""
+    function = look(torch, path)
+    return None if function is None else ask(f"torch.{path}()", function, notes)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].strip()
+
+
+def ask_devices(
+    torch: Any, namespace: str, arch: Callable[[Any, int], str], notes: list[str]
+) -> tuple[DeviceFacts, ...]:
+    """The devices of a torch namespace ("cuda", "xpu"), by the logical index that torch itself counts with.
+
+    Which physical devices those are is the driver's business: no visibility variable is read here. A device that
+    can't be asked keeps its place as UNKNOWN_DEVICE; if none can, there is none. `arch` is given the namespace and the
+    index.
+    """
+    own_errors = _own_errors(look(torch, namespace))
+
+    def asked(what: str, question: Callable[[Any], T]) -> T | None:
+        return ask(f"torch.{namespace}.{what}", lambda: question(getattr(torch, namespace)), notes, own_errors)
+
+    def device(index: int) -> DeviceFacts | None:
+        def question(module: Any) -> DeviceFacts:
+            properties = module.get_device_properties(index)
+            memory_bytes = int(properties.total_memory)
+            return DeviceFacts(arch=arch(module, index), name=str(properties.name), memory_bytes=memory_bytes)
+
+        return asked(f"get_device_properties({index})", question)
+
+    if not asked("is_available()", lambda module: bool(module.is_available())):
+        return ()
+    count = asked("device_count()", lambda module: int(module.device_count())) or 0
+    devices = [device(index) for index in range(count)]
+    return tuple(facts or UNKNOWN_DEVICE for facts in devices) if any(devices) else ()
+
+
+def _own_errors(module: Any) -> tuple[type[Exception], ...]:
+    """The error classes that a torch namespace defines: torch.cuda has one that descends from Exception alone."""
+    values = getattr(module, "__dict__", {}).values()
+    return tuple(value for value in values if isinstance(value, type) and issubclass(value, Exception))
