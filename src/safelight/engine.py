@@ -39,9 +39,7 @@ def check_model(model: str | Path | None) -> Checkpoint:
     """
     folder = DEMO if model is None else resolve_model(model)
     index = read_model_index(folder)
-    families = declarations(
-        "safelight.pipelines", "FAMILY", "safelight.models", besides=("family", "wan")
-    ).declarations
+    families = declarations("safelight.pipelines", "FAMILY", "safelight.models", besides=("family", "wan")).declarations
     by_class: dict[str, Family] = {family.class_name: family for family in families}
     if index.class_name not in by_class:
         raise CheckpointError(
@@ -151,9 +149,7 @@ class Engine:
     def generate(self, request: Request | str, *, report: Report | None = None, **fields: Any) -> Result: ...
 
     @overload
-    def generate(
-        self, request: Sequence[Request], *, report: Report | None = None, **fields: Any
-    ) -> list[Result]: ...
+    def generate(self, request: Sequence[Request], *, report: Report | None = None, **fields: Any) -> list[Result]: ...
 
     def generate(
         self, request: Request | str | Sequence[Request], *, report: Report | None = None, **fields: Any
@@ -198,9 +194,7 @@ class Engine:
             for seeds in pipeline.batches(request, output_seeds(request.seed, request.num_outputs)):
                 latents = self._denoise(pipeline, request, text, seeds, plan, report, timings)
                 frames = self._decode(pipeline, request, latents, plan, report, timings)
-                outputs += [
-                    Output(frames=frames[i], seed=seed, fps=request.fps) for i, seed in enumerate(seeds)
-                ]
+                outputs += [Output(frames=frames[i], seed=seed, fps=request.fps) for i, seed in enumerate(seeds)]
         return Result(
             outputs=tuple(outputs),
             plan=plan,
@@ -283,6 +277,4 @@ def _tell(report: Report | None, stage: str, step: int, num_steps: int, started_
     if report is not None:
         elapsed_s = time.monotonic() - started_s
         remaining_s = elapsed_s / step * (num_steps - step) if step else None
-        report(
-            Progress(stage=stage, step=step, num_steps=num_steps, elapsed_s=elapsed_s, remaining_s=remaining_s)
-        )
+        report(Progress(stage=stage, step=step, num_steps=num_steps, elapsed_s=elapsed_s, remaining_s=remaining_s))

@@ -10,7 +10,7 @@ from safelight.attention.plan import AttentionPlan, PlannedLayer
 from safelight.attention.requirements import AttentionRequirements
 from safelight.attention.select import Selection, Verdict
 from safelight.cli import explain, generate
-from safelight.errors import RequestError
+from safelight.errors import CheckpointError, RequestError
 from safelight.platforms.facts import DeviceFacts, MachineFacts
 from safelight.request import SEED_LIMIT, Output, Progress, Request, Result
 
@@ -26,21 +26,8 @@ def plan_with(backend="sdpa"):
     return AttentionPlan(machine=MACHINE, layers=(layer,))
 
 
-class FakeEngine:
-    """Sizes are multiples of 8; 9 frames at 8 fps unless asked. `during` is called before each denoising step."""
-
-    model = "fake"
-    machine = MACHINE
-
-    def __init__(self, *, during=None, warnings=()):
-        self.during = during
-        self.warnings = warnings
-        self.opened = []
-        self.requests = []
-
-    def open(self, model, *, report, **options):
-        self.opened.append((model, options))
-        return self
+class FakeCheckpoint:
+    """A model whose sizes are multiples of 8; 9 frames of 64x64 at 8 fps in 4 steps unless asked."""
 
     def resolve(self, request: Request) -> Request:
         defaults = {
@@ -53,9 +40,36 @@ class FakeEngine:
         }
         missing = {name: value for name, value in defaults.items() if getattr(request, name) is None}
         request = request.replace(**missing)
-        if request.width % 8 or request.height % 8:
-            raise RequestError(f"size is {request.width}x{request.height}; it must be a multiple of 8")
+        sides = {"width": request.width, "height": request.height}
+        wrong = [f"{name} is {side}; it must be a multiple of 8" for name, side in sides.items() if side % 8]
+        if wrong:
+            raise RequestError("; ".join(wrong))
         return request
+
+
+def open_checkpoint(model):
+    """Any directory is a model here, and None is the demo."""
+    if model is not None and not Path(model).is_dir():
+        raise CheckpointError(f"no model in {model}")
+    return FakeCheckpoint()
+
+
+class FakeEngine:
+    """Takes what FakeCheckpoint resolved. `during` is called before each denoising step."""
+
+    model = "fake"
+    machine = MACHINE
+    dtype = "float32"
+
+    def __init__(self, *, during=None, warnings=()):
+        self.during = during
+        self.warnings = warnings
+        self.opened = []
+        self.requests = []
+
+    def open(self, model, *, report, **options):
+        self.opened.append((model, options))
+        return self
 
     def plan(self, request):
         return plan_with()
@@ -87,16 +101,10 @@ class FakeEngine:
         )
 
 
-def check_model(model):
-    """A model is a directory here, or the demo."""
-    if model is not None and not Path(model).is_dir():
-        raise RequestError(f"no model in {model}")
-
-
 def commands_with(engine):
     """The program's commands, with `engine` in place of the real one."""
 
     def run(line, console):
-        generate.run(line, console, engine_factory=engine.open, model_check=check_model)
+        generate.run(line, console, engine_factory=engine.open, checkpoint_factory=open_checkpoint)
 
     return (dataclasses.replace(generate.COMMAND, run=run), explain.COMMAND)

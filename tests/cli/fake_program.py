@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import os
 import resource
 import signal
@@ -36,6 +37,15 @@ def compute():
     """One call that Python can't interrupt, as a big kernel is."""
     print("computing", file=sys.stderr, flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+
+
+def hold():
+    """Cleaning up in a call that keeps every other thread from running, too."""
+    try:
+        time.sleep(60)
+    finally:
+        print("holding", file=sys.stderr, flush=True)
+        sum(itertools.repeat(0, 10**10))
 
 
 def swallow():
@@ -76,7 +86,7 @@ def fail():
 
 ACTIONS = {
     action.__name__: action
-    for action in (sleep, print_everywhere, wait_for_child, compute, swallow, finalise, write, limit, fail)
+    for action in (sleep, print_everywhere, wait_for_child, compute, hold, swallow, finalise, write, limit, fail)
 }
 
 

@@ -180,9 +180,10 @@ def test_attention_choices_reach_the_engine_by_name(safelight, engine):
 
 
 def test_all_problems_are_told_at_once(safelight, engine, tmp_path):
+    (tmp_path / "model").write_text("no folder")
     ran = safelight(
         *("generate", "a cat", "--steps", "-1", "--seed", "-1", "--size", "64", "--fps", "x", "--attention", "sagee"),
-        *("--seed", "2", "--dtype", "int8", "--guidance", "high", "--model", "nowhere", "--frames", "0"),
+        *("--seed", "2", "--dtype", "int8", "--guidance", "high", "--model", "model", "--frames", "0"),
     )
     assert ran.status == 2
     lines = ran.err.splitlines()
@@ -191,7 +192,7 @@ def test_all_problems_are_told_at_once(safelight, engine, tmp_path):
     beginnings += ["--dtype is 'int8'", "--attention names 'sagee'", "--frames is 0", "--steps is -1", "no model in"]
     assert all(line.startswith(f"  {begin}") for line, begin in zip(lines[1:], beginnings, strict=True))
     assert engine.opened == []
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_the_output_and_the_model_are_checked_together(safelight, engine, tmp_path):
@@ -202,6 +203,12 @@ def test_the_output_and_the_model_are_checked_together(safelight, engine, tmp_pa
     assert "there.mp4 exists already" in ran.err
     assert "no model in nowhere" in ran.err
     assert (tmp_path / "there.mp4").read_text() == "mine"
+
+
+def test_a_model_from_elsewhere_is_not_fetched_for_a_wrong_command_line(safelight):
+    ran = safelight("generate", "a cat", "--model", "owner/name", "--steps", "0")
+    assert ran.status == 2
+    assert ran.err == "safelight: error: --steps is 0; it must be a whole number from 1 to 10000\n"
 
 
 def test_what_is_set_wrongly_outside_is_among_the_problems(safelight, engine, monkeypatch):

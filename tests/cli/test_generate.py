@@ -52,6 +52,7 @@ def test_every_option_reaches_the_engine(safelight, engine):
     [(model, options)] = engine.opened
     assert model is None
     assert (options["attention"], options["device"], options["dtype"]) == ({"": "sdpa"}, "cpu", "float32")
+    assert options["attention_source"] == "`--attention` flag"
     asked = engine.requests[0].to_json()
     assert asked == {
         "prompt": "a cat",
@@ -92,7 +93,7 @@ def test_the_plan_is_told_before_denoising(safelight):
     lines = safelight("generate", "a cat").err.splitlines()
     assert lines == [
         "load",
-        "fake on cpu (cpu-avx2)",
+        "fake on cpu (cpu-avx2), float32",
         "transformer: self x6 sdpa (platform default)",
         "encode",
         "denoise 0/4",
@@ -160,11 +161,11 @@ def test_dx_104_an_output_that_cannot_be_written_is_refused_before_any_work(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "there.mp4"]
 
 
-def test_a_png_for_a_model_that_makes_videos_is_refused_before_generating(safelight, engine):
+def test_a_png_for_a_model_that_makes_videos_is_refused_before_any_work(safelight, engine):
     ran = safelight("generate", "a cat", "--out", "cat.png")
     assert ran.status == 2
     assert "more than one frame is an MP4" in ran.err
-    assert engine.requests == []
+    assert engine.opened == []
 
 
 def test_overwrite_replaces_the_file(safelight, tmp_path):
@@ -185,11 +186,16 @@ def test_dx_104_a_write_that_fails_leaves_nothing_and_says_why(start, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sizes_that_the_model_cannot_do_are_refused_by_the_engine(safelight, engine):
-    ran = safelight("generate", "a cat", "--size", "60x64")
+def test_what_the_model_cannot_do_is_refused_by_the_names_of_the_options(safelight, engine):
+    ran = safelight("generate", "a cat", "--size", "60x61", "--out", "missing/cat.mp4")
     assert ran.status == 2
-    assert "safelight: error: size is 60x64; it must be a multiple of 8\n" in ran.err
-    assert engine.requests == []
+    assert ran.err.splitlines()[:3] == [
+        "safelight: error: 3 problems:",
+        "  --size: the width is 60; it must be a multiple of 8",
+        "  --size: the height is 61; it must be a multiple of 8",
+    ]
+    assert "missing" in ran.err.splitlines()[3]
+    assert engine.opened == []
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,15 @@ def test_an_error_is_json_too_when_that_is_asked_for(safelight):
     }
 
 
-def test_dx_076_what_others_print_does_not_reach_standard_output(start):
+def test_dx_076_what_others_print_in_this_process_goes_to_standard_error(safelight, engine):
+    engine.during = lambda: print("from a library")
+    ran = safelight("generate", "a cat", "--json", "--steps", "1")
+    assert json.loads(ran.out)["warnings"] == []
+    assert "from a library\n" in ran.err
+
+
+def test_dx_076_what_others_print_does_not_reach_standard_output(start, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # it would have C flush at once, too
     process = start("generate", "a cat", "--seed", "7", "--steps", "1", "--json", fake="print_everywhere")
     out, err = process.communicate()
     assert process.returncode == 0, err

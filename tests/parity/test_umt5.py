@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from safelight.attention.backends.sdpa import BACKEND
@@ -20,6 +20,8 @@ from safelight.errors import CheckpointError
 from safelight.models.umt5 import TIED, Umt5Encoder, encode_prompts, position_buckets, weight_dtype
 from safelight.models.umt5_config import Umt5Config
 from safelight.text import Tokenizer, clean_prompt
+from safelight.weights.files import find_weights
+from safelight.weights.loading import load_module
 
 parity = pytest.mark.parity
 
@@ -346,12 +348,12 @@ def test_dx_065_prompts_count_up_to_the_limit_and_no_further(tmp_path: Path) -> 
 NAMES = TIED[0]
 
 
-def filled(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a loader does with TIED."""
-    for names in TIED:
-        held = next(state[name] for name in names if name in state)
-        state = {**state, **dict.fromkeys(names, held)}
-    return state
+def loaded(folder: Path, tie: bool) -> Umt5Encoder:
+    """The encoder with the weights of a folder, as the pipeline loads it."""
+    with torch.device("meta"):
+        encoder = Umt5Encoder(Umt5Config.from_json({**TINY, "tie_word_embeddings": tie}))
+    load_module(encoder, find_weights(folder, stem="model"), dtype=torch.float32, device="cpu", tied=TIED)
+    return bound(encoder)
 
 
 @parity
@@ -362,19 +364,26 @@ def test_dx_028_either_name_fills_both(tmp_path: Path, held: tuple[str, ...], ti
     model = reference_model(tie_word_embeddings=tie)
     state = {key: weight for key, weight in model.state_dict().items() if key not in NAMES or key in held}
     save_file({key: weight.clone() for key, weight in state.items()}, tmp_path / "model.safetensors")
+    encoder = loaded(tmp_path, tie)
 
-    with torch.device("meta"):
-        encoder = Umt5Encoder(Umt5Config.from_json({**TINY, "tie_word_embeddings": tie}))
-    missing = set(encoder.state_dict()) - set(state)
-    encoder.load_state_dict(filled(load_file(tmp_path / "model.safetensors")), assign=True)
-    bound(encoder)
-
-    assert missing == set(NAMES) - set(held)
     assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
     assert torch.equal(encoder.encoder.embed_tokens.weight, model.shared.weight)
     one, other = torch.tensor([[4, 5, 1]]), torch.tensor([[6, 7, 1]])
     assert not torch.allclose(encoder(one), encoder(other))
     assert_equal(encoder(one), model(one).last_hidden_state)
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_dx_028_an_embedding_that_is_missing_or_doubtful_stops_the_load(tmp_path: Path, tie: bool) -> None:
+    state = {key: weight.clone() for key, weight in random_encoder().state_dict().items()}
+    without = {key: weight for key, weight in state.items() if key not in NAMES}
+    doubtful = {**state, NAMES[1]: torch.zeros_like(state[NAMES[1]])}
+
+    for stored in (without, doubtful):
+        save_file(stored, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError) as caught:
+            loaded(tmp_path, tie)
+        assert all(name in caught.value.message for name in NAMES)
 
 
 def test_dx_028_the_two_names_are_one_parameter() -> None:

@@ -42,13 +42,11 @@ SMALL = {"dim_mult": [1, 2, 2], "temperal_downsample": [True, True]}
 CONFIGS: dict[str, dict[str, Any]] = {
     "2.1": WAN_2_1,
     "2.1-time-first": {**WAN_2_1, "temperal_downsample": [True, True, False], "num_res_blocks": 2},
-    "2.1-patched": {**WAN_2_1, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16},
     "2.2": WAN_2_2,
     "2.2-demo": {**WAN_2_2, **SMALL, "scale_factor_spatial": 8},
     # Channels that double on the way, and shrink to a quarter.
     "2.2-uneven": {**WAN_2_2, "dim_mult": [1, 1, 4, 2]},
-    "2.2-unpatched": {**WAN_2_2, **SMALL, "patch_size": None, "in_channels": 3, "out_channels": 3}
-    | {"scale_factor_spatial": 4},
+    "2.2-unpatched": {**WAN_2_1, **SMALL, "is_residual": True, "scale_factor_spatial": 4},
 }
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Wan 2.1": {},
@@ -171,11 +169,10 @@ def test_what_leaves_the_range_is_clamped(demo_pair: tuple[Any, WanVaeDecoder]) 
 
 
 @parity
-@pytest.mark.parametrize("chunk_length", [1, 2, 3, 5])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("batch", "chunk_length"), [(1, 1), (2, 1), (2, 2), (2, 4)])
 def test_chunks_do_not_change_the_result(pair: tuple[Any, WanVaeDecoder], batch: int, chunk_length: int) -> None:
     vae, decoder = pair
-    num_latents = 6
+    num_latents = 5
     latents = random_latents(vae.config, batch, num_latents, 2, 3)
     calls: list[tuple[int, int]] = []
     pixels = batch * decoder.config.temporal_factor * 6 * decoder.config.spatial_factor**2

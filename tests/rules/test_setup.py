@@ -43,7 +43,7 @@ class Clone:
         """What Python was asked to do since the last look."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
-        return [line.replace("--quiet --disable-pip-version-check ", "") for line in lines]
+        return [line.replace("--quiet --disable-pip-version-check --no-compile ", "") for line in lines]
 
 
 @pytest.fixture

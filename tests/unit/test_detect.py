@@ -31,7 +31,8 @@ def test_a_misspelt_device_gets_a_suggestion():
 
 
 @pytest.mark.parametrize(
-    "asked", ["cuda:", "cuda:x", "cuda:-1", "cuda:0,1", "cuda: 1", "cuda:01", "cuda:1:2", "cuda:²"]
+    "asked",
+    ["cuda:", "cuda:x", "cuda:-1", "cuda:0,1", "cuda: 1", "cuda:01", "cuda:1:2", "cuda:²", "cuda:" + "9" * 5000],
 )
 def test_a_device_number_that_is_none(asked):
     with pytest.raises(RequestError, match="no device number behind its colon"):
@@ -68,10 +69,11 @@ def test_a_numbered_device_stands_alone_in_the_facts():
     assert (facts.arch, platform_named("cuda").automatic_order(facts)) == ("sm89", ("flash2", "sdpa"))
 
 
-def test_dx_082_more_than_can_be_seen_is_refused_with_both_numbers():
+@pytest.mark.parametrize("number", [2, 99, 10**30])
+def test_dx_082_more_than_can_be_seen_is_refused_with_both_numbers(number):
     with pytest.raises(RequestError) as caught:
-        probe_machine("cuda:99", torch=cuda_torch((9, 0), (9, 0)))
-    assert "asks for device number 99, but 2 can be seen: cuda:0, cuda:1" in caught.value.message
+        probe_machine(f"cuda:{number}", torch=cuda_torch((9, 0), (9, 0)))
+    assert f"asks for device number {number}, but 2 can be seen: cuda:0, cuda:1" in caught.value.message
 
 
 @pytest.mark.parametrize(

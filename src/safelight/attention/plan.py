@@ -151,7 +151,9 @@ def _check_names(groups: Sequence[LayerGroup], sources: Sequence[Sequence[Backen
     roles: dict[str, set[str]] = {}
     for group in groups:
         roles.setdefault(group.requirements.component, set()).add(group.requirements.role)
-    known = [name for component in roles for name in (component, *(f"{component}.{r}" for r in sorted(roles[component])))]
+    known = [
+        name for component in roles for name in (component, *(f"{component}.{r}" for r in sorted(roles[component])))
+    ]
     for preference in (preference for source in sources for preference in source):
         if preference.names and preference.names not in known:
             near = get_close_matches(preference.names, known, n=1)

@@ -38,7 +38,11 @@ class BackendPreference:
     def to_json(self) -> dict[str, Any]:
         """The preference as plain data."""
         data: dict[str, Any] = {"backend": self.backend, "source": self.source, "explicit": self.explicit}
-        return {**data, **({"names": self.names} if self.names else {}), **({"options": dict(self.options)} if self.options else {})}
+        return {
+            **data,
+            **({"names": self.names} if self.names else {}),
+            **({"options": dict(self.options)} if self.options else {}),
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -247,7 +251,11 @@ def _refusal(
         for name in sorted(backends)
         if not why_not(name, requirements, machine, backends, supported, is_explicit=True)
     ]
-    remedy = f"these would do: {', '.join(fits)}; pick one with --attention {layer}={fits[0]}" if fits else "nothing here would do"
+    remedy = (
+        f"these would do: {', '.join(fits)}; pick one with --attention {layer}={fits[0]}"
+        if fits
+        else "nothing here would do"
+    )
     shape = f"head_dim {requirements.head_dim}, {requirements.dtype}, mask {requirements.mask}"
     return error(
         f"attention of {layer} ({shape}) on {machine.platform} {machine.arch}: {asked}. Refused: {refused}. {remedy[0].upper()}{remedy[1:]}.",

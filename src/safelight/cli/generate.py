@@ -1,6 +1,5 @@
 """`safelight generate`: a prompt becomes a PNG or an MP4."""
 
-import functools
 import os
 import re
 import sys
@@ -14,11 +13,12 @@ from safelight.cli.console import Console
 from safelight.cli.options import Argument, Command, CommandLine, Option, nearest, quoted, wrong_command_line
 from safelight.cli.progress import duration, progress_on
 from safelight.config import Settings, parse_attention
-from safelight.errors import RequestError
+from safelight.errors import CheckpointError, OutputError, RequestError
 from safelight.request import Progress, Request
 
 if TYPE_CHECKING:
     from safelight.engine import Engine
+    from safelight.pipelines.family import Checkpoint
 
 # A drawn seed is short enough to be read out and typed again; a given one can be anything below 2**63.
 DRAWN_SEED_BYTES = 4
@@ -45,75 +45,47 @@ def open_engine(model: str | None, **options: Any) -> "Engine":
     return Engine.from_pretrained(model, **options)
 
 
-def check_model(model: str | None) -> None:
-    """Raise CheckpointError now for what can be seen from outside the model's weights. Imports no torch."""
+def open_checkpoint(model: str | None) -> "Checkpoint":
+    """A model's configurations, without its weights. Imports no torch."""
     from safelight.engine import check_model
 
-    check_model(model)
+    return check_model(model)
 
 
 def run(
     line: CommandLine,
     console: Console,
     *,
-    engine_factory: Callable[..., "Engine"] = open_engine,
-    model_check: Callable[[str | None], object] = check_model,
+    engine_factory: "Callable[..., Engine]" = open_engine,
+    checkpoint_factory: "Callable[[str | None], Checkpoint]" = open_checkpoint,
 ) -> None:
     """Generate, save, and print what was saved.
 
     Whatever can be known to be wrong without torch is told first, all of it at once.
     """
-    from safelight.media import check_dimensions, plan_paths, save_result
+    from safelight.media import save_result
 
     started_s = time.perf_counter()
     given = line.values
-    out: Path | None = given["out"]
-    overwrite: bool = given["overwrite"]
     attention = _attention(given["attention"], line.problems)
     settings = _settings(line.problems)
     model: str | None = given["model"] or (settings.model.value if settings.model else None)
     request = _request(given, line.problems, console)
-
-    def check_target(request: Request, num_frames: int) -> None:
-        assert request.seed is not None
-        plan_paths(
-            out,
-            prompt=request.prompt,
-            seed=request.seed,
-            num_outputs=request.num_outputs,
-            num_frames=num_frames,
-            directory=Path(),
-            overwrite=overwrite,
-        )
-
-    # How many frames the model makes unasked isn't known yet; the name that was given tells what is expected.
-    expected = given["frames"] or (1 if out is not None and out.suffix.lower() == ".png" else 2)
-    checks: list[Callable[[], object]] = [lambda: model_check(model)]
-    if request is not None:
-        checks.append(functools.partial(check_target, request, expected))
-    _raise_all(line.problems, checks)
-    assert request is not None
+    request = _checked(request, given, model, line.problems, checkpoint_factory)
 
     with progress_on(console.err) as progress:
         progress(Progress(stage="load", step=0, num_steps=1, elapsed_s=0.0))
         engine = engine_factory(
             model,
             attention=attention or None,
+            attention_source="`--attention` flag",
             device=given["device"],
             dtype=given["dtype"],
             settings=settings,
             report=progress,
         )
-        request = engine.resolve(request)
-        width, height, num_frames, fps = request.width, request.height, request.num_frames, request.fps
-        assert width is not None
-        assert height is not None
-        assert num_frames is not None
-        assert fps is not None
-        check_dimensions(width=width, height=height, num_frames=num_frames, fps=fps)
-        check_target(request, num_frames)
         plan_lines = engine.plan(request).lines()
-        progress.say(f"{engine.model} on {engine.machine.platform} ({engine.machine.arch})")
+        progress.say(f"{engine.model} on {engine.machine.platform} ({engine.machine.arch}), {engine.dtype}")
         for text in plan_lines:
             progress.say(text)
         result = engine.generate(request, report=progress)
@@ -121,7 +93,7 @@ def run(
             for text in result.plan.lines():
                 progress.say(f"ran with {text}")
         progress(Progress(stage="write", step=0, num_steps=1, elapsed_s=time.perf_counter() - started_s))
-        result = save_result(result, out, overwrite=overwrite)
+        result = save_result(result, given["out"], overwrite=given["overwrite"])
 
     elapsed = duration(time.perf_counter() - started_s)
     for warning in result.warnings:
@@ -155,7 +127,7 @@ def _request(given: Mapping[str, Any], problems: list[str], console: Console) ->
     width, height = given["size"] or (None, None)
     seed = given["seed"]
     try:
-        request = Request(
+        return Request(
             # One that is missing is told already; the rest is checked all the same.
             prompt="-" if prompt is None else prompt,
             negative_prompt=given["negative"],
@@ -171,11 +143,61 @@ def _request(given: Mapping[str, Any], problems: list[str], console: Console) ->
             cancel=console.cancel,
         )
     except RequestError as error:
-        names = "|".join(_FLAGS)
-        for problem in re.split(rf"; (?=(?:{names}) is )", error.message):
-            field, _, rest = problem.partition(" ")
-            problems.append(f"{_FLAGS[field]} {rest}")
+        problems.extend(_by_flag(error))
         return None
+
+
+def _by_flag(error: RequestError) -> list[str]:
+    """A request's problems, one by one and with the options' names in place of the fields'."""
+    texts = re.split(rf"; (?=(?:{'|'.join(_FLAGS)}) is )", error.message)
+    return [re.sub(r"^\w+(?= is )", lambda field: _FLAGS.get(field[0], field[0]), text) for text in texts]
+
+
+def _checked(
+    request: Request | None,
+    given: Mapping[str, Any],
+    model: str | None,
+    problems: list[str],
+    checkpoint_factory: "Callable[[str | None], Checkpoint]",
+) -> Request:
+    """The request with the model's defaults, after every check that needs no torch; raises all that was found."""
+    from safelight.media import check_dimensions, plan_paths
+
+    errors: list[RequestError] = []
+    is_here = model is None or os.path.exists(os.path.expanduser(model))
+    if is_here or not problems:  # a hub's model isn't downloaded for a command line that is wrong anyway
+        try:
+            checkpoint = checkpoint_factory(model)
+            if request is not None:
+                request = checkpoint.resolve(request)
+        except CheckpointError as error:
+            errors.append(error)
+        except RequestError as error:
+            problems.extend(_by_flag(error))
+    if request is not None:
+        out: Path | None = given["out"]
+        # Where the model's default isn't known, the name that was given tells what is expected.
+        num_frames = request.num_frames or (1 if out is not None and out.suffix.lower() == ".png" else 2)
+        try:
+            if request.width and request.height and request.fps:
+                check_dimensions(width=request.width, height=request.height, num_frames=num_frames, fps=request.fps)
+            assert request.seed is not None
+            plan_paths(
+                out,
+                prompt=request.prompt,
+                seed=request.seed,
+                num_outputs=request.num_outputs,
+                num_frames=num_frames,
+                directory=Path(),
+                overwrite=given["overwrite"],
+            )
+        except OutputError as error:
+            errors.append(error)
+    if problems or len(errors) > 1:
+        raise wrong_command_line([*problems, *(error.message for error in errors)])
+    if errors:
+        raise errors[0]
+    assert request is not None
     return request
 
 
@@ -222,20 +244,6 @@ def _attention(given: Sequence[str], problems: list[str]) -> dict[str, str]:
                 f"{hint}They are {', '.join(sorted({AUTO, *backends}))}"
             )
     return {choice.names: choice.backend for choice in choices}
-
-
-def _raise_all(problems: list[str], checks: Sequence[Callable[[], object]]) -> None:
-    """Raise what is wrong: a single error as it is, several as one."""
-    errors = [wrong_command_line(problems)] if problems else []
-    for check in checks:
-        try:
-            check()
-        except RequestError as error:
-            errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise wrong_command_line([*problems, *(error.message for error in errors[bool(problems) :])])
 
 
 COMMAND = Command(

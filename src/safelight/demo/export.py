@@ -29,9 +29,7 @@ MANIFEST: dict[str, Any] = {
 }
 
 
-def export(
-    out: Path, vae: nn.Module, encoder: UMT5EncoderModel, transformer: WanTransformer, latents: Latents
-) -> None:
+def export(out: Path, vae: nn.Module, encoder: UMT5EncoderModel, transformer: WanTransformer, latents: Latents) -> None:
     """Write every component. Transformer and VAE are stored in float16; readers take them as float32."""
     out.mkdir(parents=True, exist_ok=True)
     config = {**VAE_CONFIG, "latents_mean": latents.mean.tolist(), "latents_std": latents.std.tolist()}

@@ -31,13 +31,18 @@ def judge(frames_FHWC: NDArray[np.uint8]) -> Judgement:
     """Measure a clip uint8 [frames, height, width, 3]. A still has no direction."""
     video = frames_FHWC.astype(np.float32) / 255
     border = np.concatenate(
-        [video[:, 0].reshape(-1, 3), video[:, -1].reshape(-1, 3), video[:, :, 0].reshape(-1, 3), video[:, :, -1].reshape(-1, 3)]
+        [
+            video[:, 0].reshape(-1, 3),
+            video[:, -1].reshape(-1, 3),
+            video[:, :, 0].reshape(-1, 3),
+            video[:, :, -1].reshape(-1, 3),
+        ]
     )
     contrast_FHW = np.linalg.norm(video - np.median(border, axis=0), axis=-1)
     peak = float(np.quantile(contrast_FHW, 0.985))
     if peak < MIN_CONTRAST:
         return Judgement(None, None, None, 0.0)
-    coverage_FHW = np.clip((contrast_FHW / peak - 0.15) / 0.7, 0, 1)
+    coverage_FHW = np.clip((contrast_FHW / peak - 0.15) / 0.7, 0, 1).astype(np.float32)
     fill = _fill(coverage_FHW)
     shape = "triangle" if fill < TRIANGLE_BELOW else "square" if fill > SQUARE_ABOVE else "circle"
     return Judgement(_colour(video, coverage_FHW), shape, _direction(coverage_FHW), fill)

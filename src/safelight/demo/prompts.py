@@ -54,7 +54,12 @@ def plain_prompt(colour: str, shape: str, direction: str) -> str:
 
 
 def sample_prompt(
-    colour: str | None, shape: str | None, direction: str | None, generator: torch.Generator, *, plain_share: float = 0.3
+    colour: str | None,
+    shape: str | None,
+    direction: str | None,
+    generator: torch.Generator,
+    *,
+    plain_share: float = 0.3,
 ) -> str:
     """A random wording of a scene; what is None stays unsaid.
 

@@ -16,7 +16,7 @@ from safelight.demo.prompts import sample_prompt
 from safelight.demo.scenes import Scene, render_scenes, sample_scene
 from safelight.demo.train_text import MAX_TOKENS, demo_tokenizer, tokenize
 from safelight.demo.training import Progress, Weights, cosine, load_state, save_state, step_generator
-from safelight.models.wan import WanTransformer
+from safelight.models.wan import WanCrossAttention, WanTransformer
 from safelight.models.wan_config import WanConfig
 
 DIT_CONFIG = {
@@ -100,11 +100,13 @@ def new_transformer() -> WanTransformer:
         if isinstance(module, Attention):
             module.backend, module.kernel = sdpa.BACKEND, sdpa.load(module.requirements)
     nn.init.zeros_(model.proj_out.weight)
-    for block in model.blocks:
+    for module in model.modules():
+        if not isinstance(module, WanCrossAttention):
+            continue
         # 500 empty text rows outweigh ten words at first. A bias that queries share and empty keys oppose quiets them.
         direction = torch.randn(model.config.dim)
-        block.attn2.to_q.bias.data.copy_(direction)
-        block.attn2.to_k.bias.data.copy_(-0.02 * direction)
+        module.to_q.bias.data.copy_(direction)
+        module.to_k.bias.data.copy_(-0.02 * direction)
     return model
 
 

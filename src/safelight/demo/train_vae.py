@@ -6,11 +6,11 @@ one. Clips of four latent frames then teach motion; fewer would leave the decode
 """
 
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, WanCausalConv3d, WanRMS_norm, unpatchify
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from safelight.demo.scenes import random_clutter, render_scenes, sample_scene
 from safelight.demo.training import Progress, Weights, cosine, load_state, save_state, step_generator
 
-VAE_CONFIG = {
+VAE_CONFIG: dict[str, Any] = {
     "base_dim": 32,
     "z_dim": 12,
     "dim_mult": [1, 2, 2],
@@ -75,9 +75,7 @@ class Autoencode(nn.Module):
         chunks = []
         for i, frame in enumerate(frames):
             vae._conv_idx = [0]
-            chunks.append(
-                vae.decoder(frame, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=i == 0)
-            )
+            chunks.append(vae.decoder(frame, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=i == 0))
         vae.clear_cache()
         return unpatchify(torch.cat(chunks, dim=2), patch_size=VAE_CONFIG["patch_size"])
 
@@ -131,8 +129,8 @@ def train_vae(work: Path, recipe: VaeRecipe, report: Callable[[str], None], *, c
     total = recipe.frame_steps + recipe.clip_steps
     progress = Progress("vae", total, report)
     with fast_training_kernels():
-        model = Autoencode(vae)
-        if compile_model and shutil.which("g++"):
+        model: Callable[..., tuple[Tensor, Tensor, Tensor]] = Autoencode(vae)
+        if compile_model:
             model = torch.compile(model, dynamic=False)
         while step < total:
             is_clip = step >= recipe.frame_steps

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,9 +15,13 @@ from torch import nn
 class Stateful(Protocol):
     """Anything whose state is kept in a training checkpoint."""
 
-    def state_dict(self) -> dict: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The state as tensors and plain values."""
+        ...
 
-    def load_state_dict(self, state: dict) -> object: ...
+    def load_state_dict(self, state: dict[str, Any]) -> object:
+        """Take a kept state."""
+        ...
 
 
 class Weights:
@@ -41,11 +45,11 @@ class Weights:
         for name, value in module.named_parameters():
             value.copy_(self.average[name])
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """The average by parameter name."""
         return copy.copy(self.average)
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a kept average."""
         self.average = state
 

@@ -5,7 +5,10 @@ from torch import Tensor
 
 
 def rotary_table(
-    grid: tuple[int, int, int], axes_dim: tuple[int, int, int], theta: float = 10000.0, device: torch.device | None = None
+    grid: tuple[int, int, int],
+    axes_dim: tuple[int, int, int],
+    theta: float = 10000.0,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Rotations for a grid of tokens, as complex64 [tokens, head_dim / 2] on `device`.
 

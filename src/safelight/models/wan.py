@@ -32,8 +32,10 @@ def keeps_float32(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Modulation:
-    """One step's modulation, float32. `blocks` [L, 6, D]: shift, 1 + scale, gate of attention, then of feed-forward;
-    `out` [2, D]: shift and 1 + scale of the output. Rows with timesteps of their own have [B, 1, D] in place of [D].
+    """One step's modulation, float32.
+
+    `blocks` [L, 6, D]: shift, 1 + scale and gate of attention, then of feed-forward; `out` [2, D]: shift and 1 + scale
+    of the output. Rows with timesteps of their own have [B, 1, D] in place of [D].
     """
 
     blocks: Tensor
@@ -131,7 +133,12 @@ class WanTransformer(nn.Module):
         return TextContext(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), bias)
 
     def forward(
-        self, latents_BCFHW: Tensor, modulation: Modulation, text: TextContext, rotary: Tensor, layout: Layout | None = None
+        self,
+        latents_BCFHW: Tensor,
+        modulation: Modulation,
+        text: TextContext,
+        rotary: Tensor,
+        layout: Layout | None = None,
     ) -> Tensor:
         """The velocity, shaped like the latents [batch, channels, frames, height, width]."""
         grid = self.grid(latents_BCFHW)

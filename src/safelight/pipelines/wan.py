@@ -73,9 +73,7 @@ class WanPipeline:
             tied=umt5.TIED,
         )
         report(1, 3)
-        load_module(
-            transformer, files["transformer"], dtype=torch_dtype, device=device, keep_float32=keeps_float32
-        )
+        load_module(transformer, files["transformer"], dtype=torch_dtype, device=device, keep_float32=keeps_float32)
         transformer.fuse()
         report(2, 3)
         load_module(vae, files["vae"], dtype=torch.float32, device=device, skip_prefixes=ENCODER_PREFIXES)

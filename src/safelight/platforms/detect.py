@@ -79,7 +79,7 @@ def _parse_device(asked: str, found: Found, source: str | None) -> _Device:
     text = f"device {asked!r}" + (f" (from {source})" if source else "")
     name, colon, number = asked.partition(":")
     platform = _platform_named(name, found, text)
-    if colon and not re.fullmatch("0|[1-9][0-9]*", number):
+    if colon and not re.fullmatch("0|[1-9][0-9]{0,99}", number):
         raise RequestError(f"{text} has no device number behind its colon; write {name}:0, {name}:1 and so on")
     return _Device(platform, int(number) if colon else None, text)
 
