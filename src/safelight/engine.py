@@ -22,7 +22,9 @@ from safelight.weights.hub import resolve_model
 from safelight.weights.model_index import read_model_index
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from safelight.sampling.denoise import StepState
 
@@ -170,92 +172,131 @@ class Engine:
     def _generate(self, request: Request, report: Report | None) -> Result:
         import torch
 
-        from safelight.attention.runtime import bind
         from safelight.sampling.noise import output_seeds
 
         request = self.resolve(request)
         plan = self.plan(request)
-        warnings = list(self._checkpoint.warnings(request))
         pipeline = self._pipeline
         assert pipeline is not None, "from_pretrained loads the pipeline"
         assert request.seed is not None and request.fps is not None
+        seeds = output_seeds(request.seed, request.num_outputs)
+        run = _Run(pipeline, request, plan, self.dtype, report)
         with self._lock, torch.inference_mode():
-            if plan is not self._bound:
-                for component, module in pipeline.modules.items():
-                    bind(component, module, plan, self._backends)
-                self._bound = plan
-            started_s = time.monotonic()
-            _tell(report, "encode", 0, 1, started_s)
-            text, text_warnings = pipeline.encode(request)
-            warnings += text_warnings
-            encoded_s = time.monotonic()
-            timings = {"encode": encoded_s - started_s, "denoise": 0.0, "decode": 0.0}
-            outputs: list[Output] = []
-            for seeds in pipeline.batches(request, output_seeds(request.seed, request.num_outputs)):
-                latents = self._denoise(pipeline, request, text, seeds, plan, report, timings)
-                frames = self._decode(pipeline, request, latents, plan, report, timings)
-                outputs += [Output(frames=frames[i], seed=seed, fps=request.fps) for i, seed in enumerate(seeds)]
+            run.check_cancelled()
+            self._bind(plan)
+            text, warnings = run.encode()
+            latents = run.denoise(text, seeds)
+            frames = run.decode(latents)
         return Result(
-            outputs=tuple(outputs),
+            outputs=tuple(
+                Output(frames=clip, seed=seed, fps=request.fps) for clip, seed in zip(frames, seeds, strict=True)
+            ),
             plan=plan,
             request=request.replace(cancel=None),
             model=self.model,
-            timings_s={name: round(seconds, 6) for name, seconds in timings.items()},
-            warnings=tuple(warnings),
+            timings_s={name: round(seconds, 6) for name, seconds in run.timings_s.items()},
+            warnings=(*self._checkpoint.warnings(request), *warnings),
         )
 
-    def _denoise(
-        self,
-        pipeline: Pipeline,
-        request: Request,
-        text: Any,
-        seeds: Sequence[int],
-        plan: AttentionPlan,
-        report: Report | None,
-        timings: dict[str, float],
-    ) -> "torch.Tensor":
+    def _bind(self, plan: AttentionPlan) -> None:
+        """Give every attention layer the kernel that the plan names for it."""
+        from safelight.attention.runtime import bind
+
+        assert self._pipeline is not None
+        if plan is not self._bound:
+            self._bound = None  # until all of them are
+            for component, module in self._pipeline.modules.items():
+                bind(component, module, plan, self._backends)
+            self._bound = plan
+
+
+class _Run:
+    """One request on its way: its stages in order, what they are told and how long they take."""
+
+    def __init__(
+        self, pipeline: Pipeline, request: Request, plan: AttentionPlan, dtype: str, report: Report | None
+    ) -> None:
+        self.pipeline = pipeline
+        self.request = request
+        self.plan = plan
+        self.dtype = dtype
+        self.report = report
+        self.timings_s: dict[str, float] = {}
+
+    def check_cancelled(self) -> None:
+        if self.request.cancel is not None:
+            self.request.cancel.raise_if_cancelled()
+
+    def encode(self) -> tuple[Any, tuple[str, ...]]:
+        """The text as the pipeline wants it, and warnings."""
+        tell = self._stage("encode")
+        tell(0, 1)
+        text, warnings = self.pipeline.encode(self.request)
+        tell(1, 1)
+        return text, warnings
+
+    def denoise(self, text: Any, seeds: Sequence[int]) -> "list[torch.Tensor]":
+        """The latents of every output."""
         import torch
 
-        started_s = time.monotonic()
-        state: StepState | None = None
-        for state in pipeline.denoise(request, text, seeds):
-            if not bool(torch.isfinite(state.latents.sum())):
-                raise GenerationError(
-                    f"the latents are not finite after step {state.step} of {state.num_steps} "
-                    f"({'; '.join(plan.lines())}, dtype {self.dtype}); try --dtype float32 or --attention sdpa",
-                    stage="denoise",
-                    step=state.step,
-                    plan=plan.lines(),
-                )
-            _tell(report, "denoise", state.step, state.num_steps, started_s)
-        assert state is not None
-        timings["denoise"] += time.monotonic() - started_s
-        return state.latents
+        tell = self._stage("denoise")
+        batches = list(self.pipeline.batches(self.request, seeds))
+        latents: list[torch.Tensor] = []
+        for i, batch in enumerate(batches):
+            state: StepState | None = None
+            for state in self.pipeline.denoise(self.request, text, batch):
+                if not bool(torch.isfinite(state.latents.sum())):
+                    raise self._failure(
+                        f"the latents are not finite after step {state.step} of {state.num_steps}",
+                        stage="denoise",
+                        step=state.step,
+                    )
+                if i == 0 or state.step > 0:
+                    tell(i * state.num_steps + state.step, len(batches) * state.num_steps)
+            assert state is not None, "a pipeline yields the noise first"
+            latents += state.latents.split(1)
+        return latents
 
-    def _decode(
-        self,
-        pipeline: Pipeline,
-        request: Request,
-        latents: "torch.Tensor",
-        plan: AttentionPlan,
-        report: Report | None,
-        timings: dict[str, float],
-    ) -> Any:
-        started_s = time.monotonic()
-        if request.cancel is not None:
-            request.cancel.raise_if_cancelled()
-        _tell(report, "decode", 0, 1, started_s)
-        frames = pipeline.decode(latents, lambda step, num_steps: _tell(report, "decode", step, num_steps, started_s))
-        timings["decode"] += time.monotonic() - started_s
-        for row, clip in zip(latents, frames, strict=True):
-            if bool(clip.min() == clip.max()) and bool(row.min() != row.max()):
-                raise GenerationError(
-                    f"the decoded frames all have the one value {int(clip.min())}, though the latents vary "
-                    f"({'; '.join(plan.lines())}); no file was written",
-                    stage="decode",
-                    plan=plan.lines(),
+    def decode(self, latents: "Sequence[torch.Tensor]") -> "list[NDArray[np.uint8]]":
+        """The frames of every output, uint8 [frames, height, width, 3]; one at a time, for the memory they take."""
+        import torch
+
+        tell = self._stage("decode")
+        tell(0, len(latents))
+        clips = []
+        for i, latents_BCFHW in enumerate(latents):
+            self.check_cancelled()
+
+            def decoded(step: int, num_steps: int, i: int = i) -> None:
+                tell(i * num_steps + step, len(latents) * num_steps)
+
+            pixels_BFHWC = self.pipeline.decode(latents_BCFHW, decoded)
+            if not bool(torch.isfinite(pixels_BFHWC.sum())):
+                raise self._failure("the decoded frames are not finite", stage="decode")
+            frames_FHWC = pixels_BFHWC[0].mul(255).round().to(torch.uint8).cpu()
+            is_constant = bool(frames_FHWC.min() == frames_FHWC.max())
+            if is_constant and bool(latents_BCFHW.min() != latents_BCFHW.max()):
+                value = int(frames_FHWC.min())
+                raise self._failure(
+                    f"the decoded frames all have the one value {value}, though the latents vary", stage="decode"
                 )
-        return frames.numpy()
+            clips.append(frames_FHWC.contiguous().numpy())
+        return clips
+
+    def _stage(self, name: str) -> Callable[[int, int], None]:
+        """Begin a stage; what it gives is told how many steps are done, and of how many."""
+        started_s = time.monotonic()
+
+        def tell(step: int, num_steps: int) -> None:
+            self.timings_s[name] = time.monotonic() - started_s
+            _tell(self.report, name, step, num_steps, started_s)
+
+        return tell
+
+    def _failure(self, what: str, **where: Any) -> GenerationError:
+        remedy = "try --attention sdpa" + ("" if self.dtype == "float32" else " or --dtype float32")
+        lines = self.plan.lines()
+        return GenerationError(f"{what} ({'; '.join(lines)}, dtype {self.dtype}); {remedy}", plan=lines, **where)
 
 
 def _explicit(choices: Sequence[AttentionChoice]) -> tuple[BackendPreference, ...]:

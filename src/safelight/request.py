@@ -1,6 +1,7 @@
 """What crosses the engine's border: Request in, Progress on the way, Result out. All of it survives JSON."""
 
 import dataclasses
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from safelight.attention.plan import AttentionPlan
 
 SEED_LIMIT = 2**63
+FPS = re.compile(r"[+-]?[0-9]{1,40}(\.[0-9]{1,40}|/[0-9]{1,40})?")
 
 
 class CancelToken:
@@ -46,7 +48,8 @@ class Request:
 
     `guidance_scale` of 1 or less runs one branch, and the negative prompt has no effect. Output i of `num_outputs` has
     seed (seed + i) mod 2**63; no seed means a random one, which the result records. `fps` is a rational number of
-    frames per second. `attention` names backends: {"transformer.self": "sdpa"}; the key "" means everything.
+    frames per second. `attention` names backends: {"transformer.self": "sdpa"}; the key "" means everything. Raises
+    RequestError with everything that is wrong.
     """
 
     prompt: str
@@ -80,13 +83,19 @@ class Request:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild a request; an unknown field is refused."""
+        """A request from JSON, where null is the same as a field left out; an unknown field is refused."""
+        if not isinstance(data, Mapping):
+            raise RequestError(f"a request is a JSON object, not {data!r}")
         names = {f.name for f in dataclasses.fields(cls)} - {"cancel"}
         unknown = sorted(set(data) - names)
         if unknown:
-            raise RequestError(f"unknown request fields {unknown}; the fields are {sorted(names)}")
-        fps = data.get("fps")
-        return cls(**{**data, "fps": None if fps is None else parse_fps(fps)})
+            raise RequestError(f"unknown request fields {unknown}; the fields are {sorted(names)}", fields=unknown)
+        given = {name: value for name, value in data.items() if value is not None}
+        if "prompt" not in given:
+            raise RequestError("prompt is missing; say what to generate", fields=["prompt"])
+        if "fps" in given:
+            given["fps"] = parse_fps(given["fps"])
+        return cls(**given)
 
 
 def _problems(request: Request) -> list[str]:
@@ -95,7 +104,7 @@ def _problems(request: Request) -> list[str]:
 
     def whole(name: str, low: int, high: int | None = None) -> None:
         value = getattr(request, name)
-        if value is None:
+        if value is None and name != "num_outputs":
             return
         limits = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
         if type(value) is not int or value < low or (high is not None and value > high):
@@ -116,19 +125,28 @@ def _problems(request: Request) -> list[str]:
     guidance = request.guidance_scale
     if guidance is not None and (type(guidance) not in (int, float) or not 0 <= guidance <= 1000):
         problems.append(f"guidance_scale is {guidance!r}; it must be a number from 0 to 1000")
-    if request.fps is not None and not (isinstance(request.fps, Fraction) and 0 < request.fps <= 1000):
-        problems.append(f"fps is {request.fps}; it must be a positive rational number of at most 1000")
+    fps = request.fps
+    if fps is not None and not (isinstance(fps, Fraction) and 0 < fps <= 1000):
+        shown = str(fps) if isinstance(fps, Fraction) else repr(fps)
+        problems.append(f"fps is {shown}; it must be a Fraction above 0 and at most 1000")
+    named = request.attention
+    if not isinstance(named, Mapping) or not all(isinstance(part, str) for pair in named.items() for part in pair):
+        problems.append(f'attention is {named!r}; it must map names to backends, as in {{"transformer.self": "sdpa"}}')
     return problems
 
 
 def parse_fps(text: str | int | float) -> Fraction:
     """A frame rate from "16", "23.976" or "24000/1001"; the rational is kept as given."""
+    written = str(text).strip()
     try:
-        fps = Fraction(str(text))
-    except (ValueError, ZeroDivisionError):
-        raise RequestError(f"fps is {text!r}; give a number such as 16, 23.976 or 24000/1001") from None
+        # Exponents could ask for more digits than there is memory.
+        fps = Fraction(written) if FPS.fullmatch(written) else None
+    except ZeroDivisionError:
+        fps = None
+    if fps is None:
+        raise RequestError(f"fps is {text!r}; give a number such as 16, 23.976 or 24000/1001", fields=["fps"])
     if not 0 < fps <= 1000:
-        raise RequestError(f"fps is {text}; it must be above 0 and at most 1000")
+        raise RequestError(f"fps is {text}; it must be above 0 and at most 1000", fields=["fps"])
     return fps
 
 
@@ -215,7 +233,7 @@ class Result:
             "warnings": list(self.warnings),
         }
 
-    def save(self, path: str | Path, *, overwrite: bool = False) -> Self:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> "Result":
         """Write every output, and return the result with their paths.
 
         One frame is a PNG, more an MP4; several outputs are numbered name-0, name-1, ... An existing file is refused

@@ -30,7 +30,7 @@ def print_everywhere():
 
 
 def wait_for_child():
-    subprocess.run(["sleep", "60"], check=True)
+    subprocess.run(["sh", "-c", "echo waiting >&2; exec sleep 300"], check=True)
 
 
 def compute():
@@ -94,6 +94,7 @@ class Commands:
     """The commands, imported only when the program asks for them, as it does with its own."""
 
     def __iter__(self):
+        print("started", file=sys.stderr, flush=True)
         from fake_engine import FakeEngine, commands_with
 
         return iter(commands_with(FakeEngine(during=ACTIONS.get(os.environ.get("FAKE", "")))))

@@ -166,13 +166,16 @@ def test_one_frame_is_a_picture(generate, here):
     assert read_metadata(here / "triangle.png")["outputs"][0]["num_frames"] == 1
 
 
-@pytest.mark.parametrize("prompt", ["猫 🐱‍👤 向右移动的红色圆圈", "x" * 10_000, "🎉"], ids=["Chinese", "long", "emoji"])
+LONG = ("a red circle moving right, " * 400)[:10_000]
+
+
+@pytest.mark.parametrize("prompt", ["猫 🐱‍👤 向右移动的红色圆圈", LONG, "🎉"], ids=["Chinese", "long", "emoji"])
 def test_dx_068_any_prompt_works_and_makes_a_file_name(generate, here, prompt):
     ran = generate(prompt, "--steps", "1", "--seed", "7", "--json")
     assert ran.status == 0, ran.err
     [path] = here.iterdir()
     assert read_metadata(path)["request"]["prompt"] == prompt
-    assert bool(json.loads(ran.out)["warnings"]) == (len(prompt) > 1000)  # cut, and told
+    assert bool(json.loads(ran.out)["warnings"]) == (prompt == LONG)  # it was cut, and that is told
 
 
 @pytest.mark.parametrize(
@@ -204,19 +207,20 @@ def test_bad_input_is_refused_without_torch(generate, here, arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "nearest"),
+    ("arguments", "told"),
     [
-        (["--size", "60x64"], ["56", "64"]),
-        (["--size", "64x67"], ["64", "72"]),
-        (["--frames", "8"], ["5", "9"]),
+        (["--size", "60x64"], ["--size: the width is 60", "64 (or 48)"]),
+        (["--size", "64x67"], ["--size: the height is 67", "64 (or 80)"]),
+        (["--size", "67x60"], ["--size: the width is 67", "64 (or 80)", "--size: the height is 60", "64 (or 48)"]),
+        (["--frames", "8"], ["--frames is 8", "9 (or 5)"]),
     ],
 )
-def test_sizes_that_the_model_cannot_do_are_refused_with_the_nearest(generate, here, arguments, nearest):
+def test_sizes_that_the_model_cannot_do_are_refused_with_the_nearest(generate, here, arguments, told):
     ran = generate(PROMPT, *arguments)
     assert ran.status == 2
-    assert "Traceback" not in ran.err
-    message = ran.err[ran.err.index("safelight: error: ") :]
-    assert all(number in message for number in nearest)
+    assert ran.err.startswith("safelight: error: ")
+    assert all(text in ran.err for text in told)
+    assert not ran.used_torch
     assert list(here.iterdir()) == []
 
 
@@ -260,10 +264,10 @@ def test_damaged_weights_are_refused_by_name(generate, here, checkpoint, damage)
     damage(weights)
     ran = generate(PROMPT, "--model", str(checkpoint))
     assert ran.status == 2
-    assert "Traceback" not in ran.err
-    message = ran.err[ran.err.index("safelight: error: ") :]
-    assert "transformer" in message
-    assert ("00002-of-00002" if damage is lose_a_shard else weights.stem) in message
+    assert ran.err.startswith("safelight: error: ")
+    assert str(weights.parent) in ran.err
+    assert ("00002-of-00002" if damage is lose_a_shard else weights.name) in ran.err
+    assert not ran.used_torch
     assert list(here.iterdir()) == []
 
 
@@ -300,7 +304,7 @@ def test_dx_047_a_run_that_is_stopped_leaves_nothing(start, here, signum, reason
     assert f"safelight: {reason}" in err.splitlines()
     assert "Traceback" not in err
     assert out == ""
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 15  # all its steps take minutes
     assert list(here.iterdir()) == []
     assert members_of(process.pid) == []
 

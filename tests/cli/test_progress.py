@@ -1,7 +1,13 @@
 """Progress: a bar on a terminal, and lines that stay few anywhere else."""
 
+import contextlib
+import fcntl
 import io
+import os
+import pty
 import re
+import struct
+import termios
 
 import pytest
 
@@ -9,9 +15,20 @@ from safelight.cli.progress import ProgressBar, ProgressLines, duration, progres
 from safelight.request import Progress
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+@contextlib.contextmanager
+def terminal(columns):
+    """A terminal to write to, and a function that closes it and gives what it was sent."""
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    stream = os.fdopen(side, "w", encoding="utf-8")
+
+    def sent():
+        stream.flush()
+        text = os.read(main, 100_000).decode("utf-8")
+        return text.replace("\r\n", "\n")  # a terminal's own line ends
+
+    with stream, os.fdopen(main, "rb"):
+        yield stream, sent
 
 
 def event(stage, step=1, num_steps=1, remaining_s=None):
@@ -58,23 +75,32 @@ def test_a_stage_that_starts_again_is_told_again():
 
 
 def test_the_bar_shows_stage_steps_and_time_left_and_is_gone_at_the_end():
-    stream = Terminal()
-    with progress_on(stream) as display:
-        assert isinstance(display, ProgressBar)
-        display(event("load", 0))
-        display(event("denoise", 0, 20))
-        display.say("transformer: self x6 sdpa (platform default)")
-        display(event("denoise", 20, 20, remaining_s=0.0))
-        display(event("decode", 0, 1, remaining_s=75))
-    screens = stream.getvalue().split("\r")
+    with terminal(columns=60) as (stream, sent):
+        with progress_on(stream) as display:
+            assert isinstance(display, ProgressBar)
+            display(event("load", 0))
+            display(event("denoise", 0, 20))
+            display.say("transformer: self x6 sdpa (platform default)")
+            display(event("denoise", 20, 20, remaining_s=0.0))
+            display(event("decode", 0, 1, remaining_s=75))
+        text = sent()
+    screens = text.split("\r")
+    assert max(map(len, screens)) <= 60
     shown = [re.sub(r"\|.*\|", "|", screen).strip() for screen in screens if screen.strip()]
     assert "load | 0/1" in shown
     assert "denoise | 0/20" in shown
     assert "denoise | 20/20, 0.0 s left" in shown
     assert "decode | 0/1, 1 min 15 s left" in shown
-    assert "transformer: self x6 sdpa (platform default)\n" in stream.getvalue()
+    assert "transformer: self x6 sdpa (platform default)\n" in text
     assert screens[-1].strip() == ""
-    assert "\n" not in stream.getvalue().replace("default)\n", "")
+    assert "\n" not in text.replace("default)\n", "")
+
+
+def test_a_terminal_of_unknown_width_gets_lines():
+    with terminal(columns=0) as (stream, sent):
+        with progress_on(stream) as display:
+            display(event("load", 0))
+        assert sent() == "load\n"
 
 
 def test_elsewhere_than_on_a_terminal_there_is_no_bar():

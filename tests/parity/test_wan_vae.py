@@ -8,12 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from safelight.attention.backend import Layout
 from safelight.attention.backends.sdpa import BACKEND
 from safelight.attention.layer import Attention
 from safelight.errors import CheckpointError
-from safelight.models.wan_vae import ENCODER_PREFIXES, Carry, ResidualBlock, Upsample, WanVaeDecoder
+from safelight.models.wan_vae import (
+    ENCODER_PREFIXES,
+    Carry,
+    ResidualBlock,
+    RMSNorm,
+    Upsample,
+    WanVaeDecoder,
+    causal_conv_at_once,
+    causal_conv_by_tap,
+)
 from safelight.models.wan_vae_config import WanVaeConfig
 
 parity = pytest.mark.parity
@@ -44,8 +54,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "2.1-time-first": {**WAN_2_1, "temperal_downsample": [True, True, False], "num_res_blocks": 2},
     "2.2": WAN_2_2,
     "2.2-demo": {**WAN_2_2, **SMALL, "scale_factor_spatial": 8},
-    # Channels that double on the way, and shrink to a quarter.
-    "2.2-uneven": {**WAN_2_2, "dim_mult": [1, 1, 4, 2]},
+    # A stage that doubles the channels, and one that quarters them while it doubles the frames.
+    "2.2-uneven": {**WAN_2_2, "dim_mult": [1, 1, 4, 2], "temperal_downsample": [True, True, False]},
     "2.2-unpatched": {**WAN_2_1, **SMALL, "is_residual": True, "scale_factor_spatial": 4},
 }
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -276,16 +286,38 @@ def test_half_types_are_as_near_to_the_truth_as_diffusers(
     assert 0 < own_error <= 1.2 * their_error
 
 
-@parity
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("max_chunk_pixels", [1, 2**20])
-def test_one_3d_convolution_equals_its_taps(pair: tuple[Any, WanVaeDecoder], batch: int, max_chunk_pixels: int) -> None:
-    """float64 goes the way that accelerators go: the same numbers, but for the order of sums."""
-    vae, decoder = pair
-    latents = random_latents(vae.config, batch, 3, 2, 3)
-    found = decoder_like(vae, torch.float64).decode(latents, max_chunk_pixels=max_chunk_pixels)
-    assert found.dtype == torch.float64
-    assert relative_error(decoder.decode(latents), found) <= TOLERANCE
+@pytest.mark.parametrize("kernel_size", [(3, 3, 3), (3, 1, 1)])
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("num_frames", [1, 2, 4])
+@pytest.mark.parametrize("num_known", [0, 1, 2])
+def test_both_forms_of_the_causal_convolution_equal_a_padded_one(
+    num_known: int, num_frames: int, step: int, kernel_size: tuple[int, int, int]
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    frames_BCFHW = torch.randn(step, 5, num_known + num_frames, 3, 4, generator=generator)
+    weight = torch.randn(6, 5, *kernel_size, generator=generator)
+    bias = torch.randn(6, generator=generator)
+    edge = kernel_size[1] // 2
+    padded = F.pad(frames_BCFHW, (edge, edge, edge, edge, 2, 0))
+    right = F.conv3d(padded, weight, bias)[:, :, num_known:].transpose(1, 2).transpose(0, 1).flatten(0, 1)
+    x = frames_BCFHW.permute(2, 0, 1, 3, 4).flatten(0, 1).contiguous(memory_format=torch.channels_last)
+    for convolve in (causal_conv_by_tap, causal_conv_at_once):
+        found = convolve(x, weight, bias, num_frames * step, step)
+        assert relative_error(found, right) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-15, 1e-8, 1.0, 1e8])
+def test_the_norm_takes_positions_of_any_size(size: float, dtype: torch.dtype) -> None:
+    norm = RMSNorm(8, 3).to(dtype)
+    x = (size * torch.linspace(1, 2, 8).view(1, 8, 1, 1).repeat(2, 1, 2, 3)).to(dtype)
+    x[1, :, 1, 2] = 0
+    right = 8**0.5 * F.normalize(x.float(), dim=1)
+    found = norm(x)
+    assert found.dtype == dtype
+    assert torch.equal(found[1, :, 1, 2], torch.zeros(8, dtype=dtype))
+    torch.testing.assert_close(found.float(), right, atol=0, rtol=1e-6 if dtype == torch.float32 else 2**-8)
+    assert torch.equal(norm(x.clone(), in_place=True), found)
 
 
 @parity

@@ -43,6 +43,7 @@ TOP_LEVEL = {"numpy", "torch"}
 TOP_LEVEL_IN = {
     ("demo", "diffusers"): "trains diffusers' own classes",
     ("demo", "transformers"): "trains transformers' own classes",
+    ("demo", "PIL"): "draws the picture in the README",
     ("demo", "tokenizers"): "makes the tokenizer",
     ("weights", "safetensors"): "reads checkpoints",
 }

@@ -58,7 +58,9 @@ class AttentionFn(Protocol):
         causal: bool = False,
         mask: "Tensor | None" = None,
         layout: Layout | None = None,
-    ) -> Any: ...
+    ) -> Any:
+        """Attend."""
+        ...
 
 
 def _nothing_more(requirements: AttentionRequirements, machine: MachineFacts) -> tuple[Reason, ...]:

@@ -6,17 +6,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Self
 
-from safelight.attention.backend import AttentionBackend, Reason
-from safelight.attention.requirements import ROLES, AttentionRequirements
-from safelight.attention.select import (
-    BackendPreference,
-    Selection,
-    Verdict,
-    preferred,
-    rejected_json,
-    select_backend,
-)
-from safelight.errors import RequestError
+from safelight.attention.backend import AttentionBackend
+from safelight.attention.requirements import AttentionRequirements
+from safelight.attention.select import BackendPreference, Selection, canonical, preferred, select_backend, why_not
+from safelight.errors import BackendNotSupportedError, RequestError
 from safelight.platforms import platform_named
 from safelight.platforms.facts import MachineFacts
 
@@ -40,35 +33,25 @@ class PlannedLayer:
 
     def to_json(self) -> dict[str, Any]:
         """The public JSON of one plan row."""
-        preference = self.selection.preference
+        selection = self.selection.to_json()
         return {
             "component": self.requirements.component,
             "role": self.requirements.role,
             "count": self.count,
-            "backend": self.selection.backend,
-            "reason": self.selection.reason,
-            "preference": None if preference is None else preference.to_json(),
+            "backend": selection["backend"],
+            "reason": selection["reason"],
+            "preference": selection["preference"],
             "requirements": self.requirements.to_json(),
-            "rejected": [rejected_json(verdict) for verdict in self.selection.rejected],
+            "rejected": selection["rejected"],
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Rebuild from `to_json` data."""
-        rejected = tuple(
-            Verdict(entry["backend"], tuple(Reason(**reason) for reason in entry["reasons"]))
-            for entry in data["rejected"]
-        )
-        preference = data["preference"]
         return cls(
             requirements=AttentionRequirements.from_json(data["requirements"]),
             count=data["count"],
-            selection=Selection(
-                backend=data["backend"],
-                preference=None if preference is None else BackendPreference.from_json(preference),
-                reason=data["reason"],
-                verdicts=(*rejected, Verdict(data["backend"])),
-            ),
+            selection=Selection.from_json(data),
         )
 
 
@@ -128,41 +111,49 @@ def build_plan(
     """
     _check_names(groups, sources)
     order = platform_named(machine.platform).automatic_order(machine)
-    layers = tuple(
-        PlannedLayer(
-            requirements=group.requirements,
-            count=group.count,
-            selection=select_backend(
-                group.requirements,
-                machine,
-                preferred(group.requirements, sources),
-                group.supported,
-                backends,
-                order=order,
-            ),
-        )
-        for group in groups
-    )
-    return AttentionPlan(machine=machine, layers=layers)
+    layers = []
+    for group in groups:
+        preference = preferred(group.requirements, sources)
+        selection = select_backend(group.requirements, machine, preference, group.supported, backends, order=order)
+        _check_backend(selection, group, machine, backends)
+        layers.append(PlannedLayer(requirements=group.requirements, count=group.count, selection=selection))
+    return AttentionPlan(machine=machine, layers=tuple(layers))
 
 
 def _check_names(groups: Sequence[LayerGroup], sources: Sequence[Sequence[BackendPreference]]) -> None:
-    """Refuse a preference that names what isn't there."""
+    """Refuse what a person said about a component or a role that the model doesn't have (S3)."""
     roles: dict[str, set[str]] = {}
     for group in groups:
         roles.setdefault(group.requirements.component, set()).add(group.requirements.role)
     known = [
         name for component in roles for name in (component, *(f"{component}.{r}" for r in sorted(roles[component])))
     ]
+    problems, wrong = [], []
     for preference in (preference for source in sources for preference in source):
-        if preference.names and preference.names not in known:
-            near = get_close_matches(preference.names, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            component, _, role = preference.names.partition(".")
-            what = f"no role {role!r}" if component in roles and role in ROLES else "no component or role"
-            raise RequestError(
-                f"{preference.source} names {preference.names}: this model has {what} of that name{hint} "
-                f"It has {', '.join(known)}",
-                names=preference.names,
-                known=known,
-            )
+        if preference.explicit and preference.names and preference.names not in known:
+            # Beside a component that is there, the list of its roles says more than a guess.
+            is_there = preference.names.partition(".")[0] in roles
+            near = [] if is_there else get_close_matches(preference.names, known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            problems.append(f"{preference.source} names {preference.names}, which this model doesn't have{hint}")
+            wrong.append(preference.names)
+    if problems:
+        raise RequestError(f"{'; '.join(problems)}; it has {', '.join(known)}", names=wrong, known=known)
+
+
+def _check_backend(
+    selection: Selection, group: LayerGroup, machine: MachineFacts, backends: Mapping[str, AttentionBackend]
+) -> None:
+    """Refuse a person's slip in a backend's name also where a fallback would have covered it."""
+    wish = selection.preference
+    if wish is None or not wish.explicit or canonical(wish.backend, backends) in backends:
+        return
+    (reason,) = why_not(wish.backend, group.requirements, machine, backends)
+    raise BackendNotSupportedError(
+        f"{wish.source} asks for {wish.backend}: {reason.detail}",
+        layer=f"{group.requirements.component}.{group.requirements.role}",
+        preference=wish.to_json(),
+        requirements=group.requirements.to_json(),
+        rejected=[verdict.to_json() for verdict in selection.rejected],
+        would_do=[selection.backend],
+    )

@@ -38,11 +38,11 @@ class BackendPreference:
     def to_json(self) -> dict[str, Any]:
         """The preference as plain data."""
         data: dict[str, Any] = {"backend": self.backend, "source": self.source, "explicit": self.explicit}
-        return {
-            **data,
-            **({"names": self.names} if self.names else {}),
-            **({"options": dict(self.options)} if self.options else {}),
-        }
+        if self.names:
+            data["names"] = self.names
+        if self.options:
+            data["options"] = dict(self.options)
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -57,12 +57,21 @@ class Verdict:
     backend: str
     reasons: tuple[Reason, ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as plain data."""
+        return {"backend": self.backend, "reasons": [{"kind": r.kind, "detail": r.detail} for r in self.reasons]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild from `to_json` data."""
+        return cls(data["backend"], tuple(Reason(**reason) for reason in data["reasons"]))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """The backend for one kind of layer, how it came to that, and a verdict for every candidate considered.
 
-    `reason` is None where a preference was honoured.
+    `reason` is None where a preference was honoured. The last verdict is the chosen backend's, the others are refusals.
     """
 
     backend: str
@@ -74,6 +83,26 @@ class Selection:
     def rejected(self) -> tuple[Verdict, ...]:
         """The candidates that were refused on the way."""
         return tuple(verdict for verdict in self.verdicts if verdict.reasons)
+
+    def to_json(self) -> dict[str, Any]:
+        """The selection as plain data."""
+        return {
+            "backend": self.backend,
+            "reason": self.reason,
+            "preference": None if self.preference is None else self.preference.to_json(),
+            "rejected": [verdict.to_json() for verdict in self.rejected],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild from `to_json` data."""
+        preference = data["preference"]
+        return cls(
+            backend=data["backend"],
+            preference=None if preference is None else BackendPreference.from_json(preference),
+            reason=data["reason"],
+            verdicts=(*map(Verdict.from_json, data["rejected"]), Verdict(data["backend"])),
+        )
 
 
 def declared_backends() -> dict[str, AttentionBackend]:
@@ -127,14 +156,15 @@ def select_backend(
         if not reasons:
             reason = None if name == asked else fallback
             return Selection(backend=name, preference=wish, reason=reason, verdicts=tuple(verdicts))
-    raise _refusal(requirements, machine, wish, supported, backends, verdicts)
+    raise _refusal(requirements, machine, wish, supported, backends, order, verdicts)
 
 
 def canonical(name: str, backends: Mapping[str, AttentionBackend]) -> str:
     """The declared name behind a name or an alias; an unknown one is returned as it is."""
     if name in backends:
         return name
-    return next((backend.name for backend in backends.values() if name in backend.aliases), name)
+    # Of two plug-ins that claim one alias the same wins every time, in whatever order they were found.
+    return min((backend.name for backend in backends.values() if name in backend.aliases), default=name)
 
 
 def why_not(
@@ -149,9 +179,9 @@ def why_not(
     """Every reason against one candidate (S6); none means it fits."""
     backend = backends.get(name)
     if backend is None:
-        near = get_close_matches(name, [*backends, *(a for b in backends.values() for a in b.aliases)], n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return (Reason("unknown", f"no backend has this name; {hint}the backends are {', '.join(sorted(backends))}"),)
+        near = get_close_matches(name.lower(), [*backends, *(a for b in backends.values() for a in b.aliases)], n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return (Reason("unknown", f"no backend has this name{hint}, there are {', '.join(sorted(backends))}"),)
     reasons = [*_hardware(backend, machine)]
     if supported is not None and name not in supported:
         reasons.append(Reason("scope", "not supported by this attention layer"))
@@ -164,13 +194,13 @@ def why_not(
 
 
 def _hardware(backend: AttentionBackend, machine: MachineFacts) -> list[Reason]:
+    reasons = []
     if backend.platforms and machine.platform not in backend.platforms:
         allowed = ", ".join(sorted(backend.platforms))
-        return [Reason("platform", f"runs on {allowed}; this machine is {machine.platform}")]
-    reasons = []
+        reasons.append(Reason("platform", f"runs on {allowed}, this machine is {machine.platform}"))
     arches = backend.arches.get(machine.platform)
     if arches is not None and machine.arch not in arches:
-        reasons.append(Reason("arch", f"has code for {', '.join(arches)}; this device is {machine.arch}"))
+        reasons.append(Reason("arch", f"has code for {', '.join(arches)}, this device is {machine.arch}"))
     if backend.package is not None:
         package = machine.packages.get(backend.package)
         if package is None:
@@ -183,27 +213,27 @@ def _hardware(backend: AttentionBackend, machine: MachineFacts) -> list[Reason]:
 def _missing(backend: AttentionBackend, need: AttentionRequirements) -> Iterable[str]:
     """What the layer needs and the kernel lacks."""
     if need.dtype not in backend.dtypes:
-        yield f"dtype {need.dtype} (takes {', '.join(sorted(backend.dtypes))})"
+        yield f"no dtype {need.dtype} (takes {', '.join(sorted(backend.dtypes))})"
     if backend.head_dims is not None and not backend.head_dims(need.head_dim):
-        yield f"head_dim {need.head_dim} (takes {backend.head_dims_text})"
+        yield f"no head_dim {need.head_dim} (takes {backend.head_dims_text})"
     if need.num_kv_heads != need.num_heads and not backend.grouped_query:
-        yield f"grouped-query ({need.num_heads} heads on {need.num_kv_heads})"
+        yield f"no grouped-query ({need.num_heads} heads on {need.num_kv_heads})"
     if need.causal and not backend.causal:
-        yield "causal"
+        yield "no causal"
     if need.mask not in backend.masks:
-        yield f"mask {need.mask}"
+        yield f"no mask {need.mask} (takes {', '.join(sorted(backend.masks - {'none'})) or 'no mask at all'})"
     if need.packed_varlen and not backend.packed_varlen:
-        yield "packed varlen"
+        yield "no packed varlen"
     if need.needs_lse and not backend.lse:
-        yield "LSE"
+        yield "no LSE"
     if need.scale is not None and need.scale != need.head_dim**-0.5 and not backend.custom_scale:
-        yield f"scale {need.scale}"
-    if need.role == "cross" and not backend.cross_lengths:
-        yield "lengths (queries and keys must be equally many)"
+        yield f"no scale {need.scale} (takes head_dim ** -0.5)"
+    if need.role == "cross" and not need.equal_lengths and not backend.cross_lengths:
+        yield "no unequal lengths of queries and keys"
     if need.role == "cross" and backend.is_sparse:
-        yield "role cross (sparse kernels serve self-attention)"
+        yield "no role cross (a sparse kernel has nothing to leave out there)"
     elif need.role != "self" and backend.self_only:
-        yield f"role {need.role} (made for self-attention alone)"
+        yield f"no role {need.role} (made for self-attention alone)"
 
 
 def _fallback_reason(
@@ -233,8 +263,10 @@ def _refusal(
     wish: BackendPreference | None,
     supported: frozenset[str] | None,
     backends: Mapping[str, AttentionBackend],
+    order: Sequence[str],
     verdicts: Sequence[Verdict],
 ) -> SelectionError:
+    """The error for a layer that no candidate fits (S9)."""
     kinds: set[ReasonKind] = {reason.kind for verdict in verdicts for reason in verdict.reasons}
     error: type[SelectionError] = NoBackendError
     if "capability" in kinds:
@@ -244,29 +276,28 @@ def _refusal(
     elif kinds & {"platform", "arch", "package"}:
         error = BackendUnavailableError
     layer = f"{requirements.component}.{requirements.role}"
-    asked = "no backend was asked for" if wish is None else f"asked for {wish.backend} ({wish.source})"
-    refused = "; ".join(f"{v.backend}: {', '.join(r.detail for r in v.reasons)}" for v in verdicts)
+    asked = "nothing was asked for"
+    if wish is not None:
+        asked = f"{wish.backend} was {'asked for' if wish.explicit else 'preferred'} ({wish.source})"
+    refused = "; ".join(f"{v.backend}: {' and '.join(r.detail for r in v.reasons)}" for v in verdicts)
+    # What is taken unasked comes first, in the order in which it would be.
     fits = [
         name
-        for name in sorted(backends)
-        if not why_not(name, requirements, machine, backends, supported, is_explicit=True)
+        for unasked in (True, False)
+        for name in dict.fromkeys((*order, *sorted(backends)))
+        if name in backends
+        and unasked != (backends[name].is_sparse or backends[name].is_lossy)
+        and not why_not(name, requirements, machine, backends, supported, is_explicit=True)
     ]
-    remedy = (
-        f"these would do: {', '.join(fits)}; pick one with --attention {layer}={fits[0]}"
-        if fits
-        else "nothing here would do"
-    )
-    shape = f"head_dim {requirements.head_dim}, {requirements.dtype}, mask {requirements.mask}"
+    remedy = "No declared backend would do"
+    if fits:
+        remedy = f"These would do: {', '.join(fits)}; pick one with --attention {layer}={fits[0]}"
     return error(
-        f"attention of {layer} ({shape}) on {machine.platform} {machine.arch}: {asked}. Refused: {refused}. {remedy[0].upper()}{remedy[1:]}.",
+        f"no attention backend for {layer} (head_dim {requirements.head_dim}, {requirements.dtype}) on "
+        f"{machine.platform} {machine.arch}: {asked}. Refused: {refused or 'none, there are no candidates'}. {remedy}.",
         layer=layer,
         preference=None if wish is None else wish.to_json(),
         requirements=requirements.to_json(),
-        rejected=[rejected_json(verdict) for verdict in verdicts],
+        rejected=[verdict.to_json() for verdict in verdicts],
         would_do=fits,
     )
-
-
-def rejected_json(verdict: Verdict) -> dict[str, Any]:
-    """A verdict in the public JSON form."""
-    return {"backend": verdict.backend, "reasons": [{"kind": r.kind, "detail": r.detail} for r in verdict.reasons]}

@@ -41,7 +41,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield described(**output)
     for name, value in request.items():
         # The output's own line has these already. What is empty or None wasn't used.
-        if name not in ("seed", "width", "height", "num_frames", "fps", "num_outputs") and value not in (None, {}):
+        if name not in ("seed", "width", "height", "num_frames", "fps", "num_outputs") and value not in (None, {}, ""):
             shown = ", ".join(f"{key or 'all'}={value[key]}" for key in value) if isinstance(value, dict) else value
             yield f"  {name:<15} {shown}"
     yield f"  {'machine':<15} {plan.machine.platform} ({plan.machine.arch}), torch {plan.machine.torch_version}"

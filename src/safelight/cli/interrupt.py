@@ -11,6 +11,8 @@ from types import FrameType, TracebackType
 from typing import Self
 
 GRACE_S = 2.0
+# Waited for in slices: on a machine too busy to run us, this thread is late too, and clean-up gets its share of time.
+GRACE_SLICES = 20
 
 _REASONS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 if hasattr(signal, "SIGHUP"):  # Windows has none
@@ -83,9 +85,11 @@ class Interrupts:
                 received = reader.recv(1)
             if not received:
                 return
-            reader.settimeout(GRACE_S)
-            with contextlib.suppress(TimeoutError):
-                reader.recv(1)  # a second signal: don't wait
+            reader.settimeout(GRACE_S / GRACE_SLICES)
+            for _ in range(GRACE_SLICES):
+                with contextlib.suppress(TimeoutError):
+                    reader.recv(1)
+                    break  # a second signal: don't wait
         if not self._has_announced:
             line_break = "\n" if os.isatty(2) else ""  # a progress bar's line is still open
             os.write(2, f"{line_break}safelight: {_REASONS[signal.Signals(received[0])]}\n".encode())

@@ -1,5 +1,6 @@
 """Progress on standard error: a bar on a terminal, a line now and then anywhere else."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -30,8 +31,9 @@ class ProgressDisplay(Protocol):
 
 
 def progress_on(stream: TextIO) -> ProgressDisplay:
-    """The display that suits a stream."""
-    return ProgressBar(stream) if stream.isatty() else ProgressLines(stream)
+    """The display that suits a stream. A terminal that doesn't say how wide it is has no room for a bar."""
+    is_wide = stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+    return ProgressBar(stream) if is_wide else ProgressLines(stream)
 
 
 class ProgressLines:

@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m safelight.demo.train", description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="where the stages keep their state")
     parser.add_argument("--out", type=Path, help="where the checkpoint goes (default: WORK/checkpoint)")
-    parser.add_argument("--no-compile", action="store_true", help="don't compile the VAE, which takes a C++ compiler")
+    parser.add_argument("--no-compile", action="store_true", help="don't compile the models, which takes a C++ compiler")
     arguments = parser.parse_args()
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def main() -> None:
     can_compile = not arguments.no_compile and shutil.which("g++") is not None
     vae = train_vae(work, VaeRecipe(), report, compile_model=can_compile)
     latents = encode_scenes(work, vae, DitRecipe(), report)
-    transformer = train_dit(work, latents, encoder, DitRecipe(), report)
+    transformer = train_dit(work, latents, encoder, DitRecipe(), report, compile_model=can_compile)
     out: Path = arguments.out or work / "checkpoint"
     export(out, vae, encoder, transformer, latents)
     report(f"checkpoint in {out}")

@@ -95,7 +95,7 @@ def train_text(work: Path, recipe: TextRecipe, report: Callable[[str], None]) ->
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         step += 1
-        progress.update(step, loss=float(loss), all_right=float(right))
+        progress.update(step, loss=loss.item(), all_right=right.item())
         if step % 400 == 0 or step == recipe.steps:
             save_state(checkpoint, step, model=model, optimizer=optimizer)
     return encoder.eval().requires_grad_(False)

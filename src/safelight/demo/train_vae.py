@@ -44,7 +44,7 @@ class VaeRecipe:
 
     frame_steps: int = 3000
     frame_batch: int = 32
-    clip_steps: int = 5000
+    clip_steps: int = 3500
     clip_batch: int = 3
     clip_frames: int = 13
     learning_rate: float = 7e-4
@@ -135,8 +135,7 @@ def train_vae(work: Path, recipe: VaeRecipe, report: Callable[[str], None], *, c
         while step < total:
             is_clip = step >= recipe.frame_steps
             generator = step_generator(recipe.seed, step)
-            share = step / total
-            demo_share = 0.25 if not is_clip else (0.5 if share < 0.85 else 0.75)
+            demo_share = 0.67 if is_clip else 0.25
             frames = recipe.clip_frames if is_clip else 1
             clip = training_clips(generator, recipe.clip_batch if is_clip else recipe.frame_batch, frames, demo_share)
             for group in optimizer.param_groups:
@@ -155,7 +154,7 @@ def train_vae(work: Path, recipe: VaeRecipe, report: Callable[[str], None], *, c
             optimizer.step()
             weights.update(vae, step)
             step += 1
-            progress.update(step, psnr_db=10 * math.log10(4 / float(mse)), kl=float(kl))
+            progress.update(step, psnr_db=10 * math.log10(4 / mse.item()), kl=kl.item())
             if step % 250 == 0 or step == total:
                 save_state(checkpoint, step, model=vae, weights=weights, optimizer=optimizer)
     weights.copy_to(vae)

@@ -17,8 +17,8 @@ def rotary_table(
     """
     parts = []
     for axis, (length, dim) in enumerate(zip(grid, axes_dim, strict=True)):
-        frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
+        frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
+        angle = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequency)
         shape = [1, 1, 1, dim // 2]
         shape[axis] = length
         parts.append(angle.view(shape).expand(*grid, dim // 2))

@@ -313,7 +313,6 @@ class CausalConv3d(nn.Module):
         # Made for its parameters' names, shapes and initial values.
         conv = nn.Conv3d(dim_in, dim_out, kernel_size)
         self.weight, self.bias = conv.weight, conv.bias
-        self.padding = kernel_size[1] // 2
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
         """Convolve a chunk, after the frames that `carry` has; before the clip's first frame there are zeros."""
@@ -324,29 +323,42 @@ class CausalConv3d(nn.Module):
                 x = torch.cat([carry.tails.pop(self), x])
             if not carry.is_last:
                 carry.tails[self] = x[(1 - num_taps) * step :].clone()
-        if num_taps == 1 or len(x) == step or (x.is_cpu and x.dtype == torch.float32):
-            # On a CPU, torch's 3-D convolution has a fifth of the 2-D one's speed; this also skips the zeros. Half
-            # types would round between taps, so they come here only where one tap alone meets a frame.
-            return self._sum_of_taps(x, num, step)
-        missing = num + (num_taps - 1) * step - len(x)
-        if missing:
-            x = torch.cat([x.new_zeros(missing, *x.shape[1:]), x])
-        x_NHWC = x.permute(0, 2, 3, 1)
-        # For a batch of one this is a view that torch knows for channels_last_3d.
-        x_BFHWC = x_NHWC[None] if step == 1 else x_NHWC.unflatten(0, (-1, step)).transpose(0, 1).contiguous()
-        padding = (0, self.padding, self.padding)
-        out_BCFHW = F.conv3d(x_BFHWC.permute(0, 4, 1, 2, 3), self.weight, self.bias, padding=padding)
-        return out_BCFHW.permute(2, 0, 3, 4, 1).flatten(0, 1).permute(0, 3, 1, 2)
+        is_one_tap = num_taps == 1 or len(x) == step
+        # On a CPU, torch's 3-D convolution has a fifth of the 2-D one's speed. Elsewhere it is one kernel, whose sum
+        # isn't rounded to a half type between the taps.
+        convolve = causal_conv_by_tap if is_one_tap or x.is_cpu else causal_conv_at_once
+        return convolve(x, self.weight, self.bias, num, step)
 
-    def _sum_of_taps(self, x: Tensor, num: int, step: int) -> Tensor:
-        present, *earlier = self.weight.unbind(2)[::-1]
-        out = F.conv2d(x[-num:], present, self.bias, padding=self.padding)
-        for age, tap in enumerate(earlier, start=1):
-            end = max(0, len(x) - age * step)
-            seen = x[max(0, end - num) : end]
-            if len(seen) > 0:
-                out[-len(seen) :] += F.conv2d(seen, tap, padding=self.padding)
-        return out
+
+def causal_conv_by_tap(x: Tensor, weight: Tensor, bias: Tensor | None, num: int, step: int) -> Tensor:
+    """Convolve the last `num` rows of `x`, which are preceded by what is known of the past, `step` rows a frame.
+
+    Each temporal tap of the kernel [C, C, T, H, W] is a 2-D convolution of the frames that it meets; unknown ones are
+    zero and cost nothing.
+    """
+    padding = weight.shape[-1] // 2
+    present, *earlier = weight.unbind(2)[::-1]
+    out = F.conv2d(x[-num:], present, bias, padding=padding)
+    for age, tap in enumerate(earlier, start=1):
+        end = max(0, len(x) - age * step)
+        seen = x[max(0, end - num) : end]
+        if len(seen) > 0:
+            out[-len(seen) :] += F.conv2d(seen, tap, padding=padding)
+    return out
+
+
+def causal_conv_at_once(x: Tensor, weight: Tensor, bias: Tensor | None, num: int, step: int) -> Tensor:
+    """What `causal_conv_by_tap` does, as one 3-D convolution."""
+    missing = num + (weight.shape[2] - 1) * step - len(x)
+    if missing:
+        x = torch.cat([x.new_zeros(missing, *x.shape[1:]), x])
+    x_NHWC = x.permute(0, 2, 3, 1)
+    # For a batch of one this is a view that torch knows for channels_last_3d.
+    x_BFHWC = x_NHWC[None] if step == 1 else x_NHWC.unflatten(0, (-1, step)).transpose(0, 1).contiguous()
+    padding = (0, weight.shape[-2] // 2, weight.shape[-1] // 2)
+    out_BCFHW = F.conv3d(x_BFHWC.permute(0, 4, 1, 2, 3), weight, bias, padding=padding)
+    out = out_BCFHW.permute(2, 0, 3, 4, 1).flatten(0, 1).permute(0, 3, 1, 2)
+    return out.contiguous(memory_format=torch.channels_last)
 
 
 class UpsampledConv2d(nn.Module):

@@ -18,9 +18,12 @@ Report = Callable[[int, int], None]
 
 
 class Pipeline(Protocol):
-    """A loaded model. `modules` are its components by name, for binding attention kernels."""
+    """A loaded model."""
 
-    modules: Mapping[str, "torch.nn.Module"]
+    @property
+    def modules(self) -> Mapping[str, "torch.nn.Module"]:
+        """The components by name, for binding attention kernels."""
+        ...
 
     def encode(self, request: Request) -> tuple[Any, tuple[str, ...]]:
         """The prompt as the model wants it, and warnings."""
@@ -31,7 +34,7 @@ class Pipeline(Protocol):
         ...
 
     def decode(self, latents: "torch.Tensor", report: Report) -> "torch.Tensor":
-        """Frames uint8 [batch, frames, height, width, 3] on the CPU."""
+        """Pixels in [0, 1], float [batch, frames, height, width, 3]; `report` is told of its parts."""
         ...
 
     def batches(self, request: Request, seeds: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -42,7 +45,10 @@ class Pipeline(Protocol):
 class Checkpoint(Protocol):
     """A model's folder, its configurations read and its files' headers checked; no weights and no torch."""
 
-    folder: Path
+    @property
+    def folder(self) -> Path:
+        """The model's folder."""
+        ...
 
     def layer_groups(self, dtype: str) -> tuple[LayerGroup, ...]:
         """Every attention layer, in the order in which a request meets them."""

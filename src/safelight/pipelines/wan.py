@@ -1,6 +1,6 @@
 """The Wan family's pipeline: encode the prompt, denoise latents, decode frames."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -52,7 +52,7 @@ class WanPipeline:
         self.transformer = transformer
         self.vae = vae
         self.device = device
-        self.modules: dict[str, nn.Module] = {"text_encoder": text_encoder, "transformer": transformer, "vae": vae}
+        self.modules: Mapping[str, nn.Module] = {"text_encoder": text_encoder, "transformer": transformer, "vae": vae}
 
     @classmethod
     def load(cls, checkpoint: WanCheckpoint, dtype: str, device: str, report: Report) -> Self:
@@ -121,16 +121,18 @@ class WanPipeline:
         def velocity(latents: Tensor, step: int) -> Tensor:
             rows = latents.repeat(num_branches, 1, 1, 1, 1) if num_branches > 1 else latents
             layout = Layout(grid=grid, step=step)
-            predicted: Tensor = transformer(rows, modulations[step], context, rotary, layout)
-            return guide(*predicted.chunk(2), scale) if num_branches > 1 else predicted
+            predicted: Tensor = transformer(rows, modulations[step], context, rotary, layout).float()
+            if num_branches == 1:
+                return predicted
+            conditional, unconditional = predicted.chunk(2)
+            return guide(conditional, unconditional, scale)
 
         return denoise(velocity, noise, solver, request.cancel)
 
     def decode(self, latents: Tensor, report: Report) -> Tensor:
-        """Decode latents to frames uint8 [outputs, frames, height, width, 3] on the CPU."""
-        pixels = self.vae.decode(self.vae.denormalise(latents.float()), on_chunk=report)
-        frames = (pixels / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
-        return frames.permute(0, 2, 3, 4, 1).contiguous().cpu()
+        """Decode latents to pixels in [0, 1], float32 [outputs, frames, height, width, 3]."""
+        pixels_BCFHW = self.vae.decode(self.vae.denormalise(latents.float()), on_chunk=report)
+        return pixels_BCFHW.div_(2).add_(0.5).permute(0, 2, 3, 4, 1)
 
     @property
     def _patch_size(self) -> tuple[int, int, int]:

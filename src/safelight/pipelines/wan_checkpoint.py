@@ -12,7 +12,8 @@ from safelight.models.umt5_config import Umt5Config
 from safelight.models.wan_config import WanConfig
 from safelight.models.wan_vae_config import WanVaeConfig
 from safelight.pipelines.family import Family, Report
-from safelight.request import Request
+from safelight.request import Request, parse_fps
+from safelight.sampling.schedulers import SCHEDULERS, check_scheduler
 from safelight.weights.files import WeightFiles, find_weights, read_headers
 from safelight.weights.model_index import ModelIndex
 from safelight.weights.reading import read_json
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 
 # What a checkpoint may say of itself beside diffusers' files.
 MANIFEST = "safelight.json"
-CLASSES = {
-    "tokenizer": None,
-    "text_encoder": "UMT5EncoderModel",
-    "transformer": "WanTransformer3DModel",
-    "vae": "AutoencoderKLWan",
-    "scheduler": None,
+# Component -> the library and the classes that model_index.json may name; a tokenizer is what its own files say.
+COMPONENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "tokenizer": ("transformers", ()),
+    "text_encoder": ("transformers", ("UMT5EncoderModel",)),
+    "transformer": ("diffusers", ("WanTransformer3DModel",)),
+    "vae": ("diffusers", ("AutoencoderKLWan",)),
+    "scheduler": ("diffusers", SCHEDULERS),
 }
 
 
@@ -61,19 +63,21 @@ class WanCheckpoint:
     @classmethod
     def open(cls, index: ModelIndex) -> Self:
         """Read every configuration and file header of a model. Raises CheckpointError that names file and key."""
-        for component, wanted in CLASSES.items():
+        for component in COMPONENTS:
             index.folder(component)
-            found = index.components[component][1]
-            if wanted is not None and found != wanted:
-                raise CheckpointError(f"{index.path}: {component} is {found}; text-to-video Wan has {wanted}")
+        problems = _foreign_components(index)
         if "transformer_2" in index.components or index.settings.get("boundary_ratio") is not None:
-            raise CheckpointError(f"{index.path}: two-stage Wan 2.2 (transformer_2) isn't supported yet")
+            problems.append("two-stage Wan 2.2 (transformer_2, boundary_ratio) isn't supported yet")
+        if problems:
+            raise CheckpointError(f"{index.path}: {'; '.join(problems)}", path=str(index.path))
         root = index.path.parent
 
         def config(component: str, name: str = "config.json") -> tuple[dict[str, Any], str]:
             path = root / component / name
             return read_json(path), str(path)
 
+        scheduler, where = config("scheduler", "scheduler_config.json")
+        check_scheduler(scheduler, where)
         files = {
             "text_encoder": find_weights(root / "text_encoder", stem="model"),
             "transformer": find_weights(root / "transformer"),
@@ -87,11 +91,10 @@ class WanCheckpoint:
             transformer=WanConfig.from_json(*config("transformer")),
             text_encoder=Umt5Config.from_json(*config("text_encoder")),
             vae=WanVaeConfig.from_json(*config("vae")),
-            scheduler=config("scheduler", "scheduler_config.json")[0],
+            scheduler=scheduler,
             files=files,
             defaults=_defaults(manifest, root / MANIFEST),
-            trained_sizes=tuple((size[0], size[1]) for size in manifest.get("trained_sizes", ())),
-            trained_max_frames=manifest.get("trained_max_frames"),
+            **_training(manifest, root / MANIFEST),
         )
         checkpoint._check_fit()
         return checkpoint
@@ -116,13 +119,19 @@ class WanCheckpoint:
                 if getattr(request, name) is None
             }
         )
+        assert resolved.width is not None and resolved.height is not None and resolved.num_frames is not None
         problems = []
-        _, patch_h, patch_w = self.transformer.patch_size
-        for name, patch in (("width", patch_w), ("height", patch_h)):
-            step = self.vae.spatial_factor * patch
-            problems += _off_grid(name, getattr(resolved, name), step, 0, MAX_TOKENS_ON_AN_AXIS * step)
-        step = self.vae.temporal_factor
-        problems += _off_grid("num_frames", resolved.num_frames, step, 1, MAX_TOKENS_ON_AN_AXIS * step)
+        patch_t, patch_h, patch_w = self.transformer.patch_size
+        space, time = self.vae.spatial_factor, self.vae.temporal_factor
+        # The first latent frame is one frame, any other `time` frames.
+        first = 1 + (patch_t - 1) * time
+        for name, value, smallest, step in (
+            ("width", resolved.width, space * patch_w, space * patch_w),
+            ("height", resolved.height, space * patch_h, space * patch_h),
+            ("num_frames", resolved.num_frames, first, time * patch_t),
+        ):
+            largest = smallest + (self.transformer.rope_max_seq_len - 1) * step
+            problems += _off_grid(name, value, smallest, step, largest)
         if problems:
             raise RequestError("; ".join(problems), fields=[problem.split(" ", 1)[0] for problem in problems])
         return resolved
@@ -161,22 +170,28 @@ class WanCheckpoint:
             raise CheckpointError(f"{where}: the components don't fit together: {'; '.join(problems)}")
 
 
-# Beyond this the published models' rotary tables end (rope_max_seq_len).
-MAX_TOKENS_ON_AN_AXIS = 1024
+def _foreign_components(index: ModelIndex) -> list[str]:
+    """What model_index.json names that isn't text-to-video Wan's; its code is never imported."""
+    problems = []
+    for component, (library, classes) in COMPONENTS.items():
+        found_library, found = index.components[component]
+        if classes and found not in classes:
+            problems.append(f"{component} is {found}; text-to-video Wan has {' or '.join(classes)}")
+        if found_library != library:
+            problems.append(f"{component} is of {found_library}; text-to-video Wan has one of {library}")
+    return problems
 
 
-def _off_grid(name: str, value: int | None, step: int, offset: int, largest: int) -> list[str]:
-    """A problem, with the nearest values, if `value` isn't offset + a multiple of step, within the limits."""
-    assert value is not None
-    smallest = offset or step
-    if smallest <= value <= largest and (value - offset) % step == 0:
+def _off_grid(name: str, value: int, smallest: int, step: int, largest: int) -> list[str]:
+    """A problem, with the nearest values, if `value` isn't `smallest` plus a multiple of `step`, up to `largest`."""
+    if smallest <= value <= largest and (value - smallest) % step == 0:
         return []
-    below = max(smallest, min(largest, (value - offset) // step * step + offset))
-    above = max(smallest, min(largest, below + step))
-    nearest = below if abs(value - below) <= abs(above - value) else above
-    other = f" (or {below if nearest == above else above})" if below != above and smallest < value < largest else ""
-    rule = f"{offset} more than a multiple of {step}" if offset else f"a multiple of {step}"
-    return [f"{name} is {value}; this model needs {rule}, up to {largest}: the nearest is {nearest}{other}"]
+    below = max(smallest, min(largest, smallest + (value - smallest) // step * step))
+    above = min(largest, below + step) if value > smallest else smallest
+    nearest, other = sorted((below, above), key=lambda allowed: abs(value - allowed))
+    rule = f"a multiple of {step}" if smallest == step else f"{smallest} or a multiple of {step} more"
+    hint = "" if nearest == other else f" (or {other})"
+    return [f"{name} is {value}; this model needs {rule}, up to {largest}: the nearest is {nearest}{hint}"]
 
 
 def _defaults(manifest: Mapping[str, Any], path: Path) -> Defaults:
@@ -184,9 +199,24 @@ def _defaults(manifest: Mapping[str, Any], path: Path) -> Defaults:
     unknown = sorted(set(given) - set(Defaults.__dataclass_fields__))
     if unknown:
         raise CheckpointError(f"{path}: unknown defaults {unknown}; they are {sorted(Defaults.__dataclass_fields__)}")
-    if "fps" in given:
-        given["fps"] = Fraction(str(given["fps"]))
+    try:
+        if "fps" in given:
+            given["fps"] = parse_fps(given["fps"])
+        Request(prompt="any", **given)
+    except RequestError as error:
+        raise CheckpointError(f"{path}: defaults: {error.message}", path=str(path)) from error
     return Defaults(**given)
+
+
+def _training(manifest: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What the manifest says of the model's training, as WanCheckpoint's fields."""
+    sizes = manifest.get("trained_sizes", [])
+    if not (isinstance(sizes, list) and all(isinstance(s, list) and [type(n) for n in s] == [int, int] for s in sizes)):
+        raise CheckpointError(f"{path}: trained_sizes is {sizes!r}; it must be a list of [width, height]")
+    frames = manifest.get("trained_max_frames")
+    if frames is not None and type(frames) is not int:
+        raise CheckpointError(f"{path}: trained_max_frames is {frames!r}; it must be a whole number")
+    return {"trained_sizes": tuple((width, height) for width, height in sizes), "trained_max_frames": frames}
 
 
 FAMILY = Family(name="wan", class_name="WanPipeline", open=WanCheckpoint.open)

@@ -1,6 +1,7 @@
-"""Flow matching: the shifted schedule and Euler's method (Lipman et al. 2023; Esser et al. 2024, section 3.1 and eq. 23).
+"""Flow matching: the shifted schedule and Euler's method.
 
-Latents are x = (1 - sigma) * data + sigma * noise, and the model predicts the velocity noise - data.
+Lipman et al. 2023; Esser et al. 2024, section 3.1 and equation 23. Latents are x = (1 - sigma) * data + sigma * noise,
+and the model predicts the velocity noise - data.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from safelight.errors import CheckpointError
+from safelight.sampling.schedulers import check_scheduler
 
 
 class Solver(Protocol):
@@ -29,7 +30,7 @@ def shifted_sigmas(num_steps: int, shift: float, num_train_timesteps: int = 1000
     level, then shifted.
     """
     smallest = shift / num_train_timesteps / (1 + (shift - 1) / num_train_timesteps)
-    sigmas = torch.linspace(1.0, smallest, num_steps, dtype=torch.float64)
+    sigmas = torch.linspace(1.0, smallest, num_steps, dtype=torch.float64, device="cpu")
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
     return torch.cat((sigmas, sigmas.new_zeros(1))).float()
 
@@ -64,14 +65,10 @@ class LibrarySolver:
         return after
 
 
-LIBRARY_SOLVERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
-
-
 def solver_from_config(config: Mapping[str, Any], num_steps: int, where: str = "scheduler") -> Solver:
     """The solver that a checkpoint's scheduler_config.json names. Raises CheckpointError for one we can't run."""
-    name = config.get("_class_name")
-    if name not in LIBRARY_SOLVERS:
-        raise CheckpointError(f"{where}: _class_name is {name!r}; the schedulers are {', '.join(LIBRARY_SOLVERS)}")
+    check_scheduler(config, where)
+    name = config["_class_name"]
     options = {key: value for key, value in config.items() if not key.startswith("_")}
     plain = {"shift_terminal": None, "time_shift_type": "exponential"}
     special = {k for k, v in options.items() if k.startswith(("use_", "invert", "stochastic")) and v}

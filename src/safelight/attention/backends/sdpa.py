@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from safelight.attention.backend import AttentionBackend, AttentionFn, Layout
+from safelight.attention.backend import AttentionBackend, AttentionFn, Layout, Reason
 from safelight.attention.requirements import AttentionRequirements
+from safelight.platforms.facts import MachineFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,9 +49,20 @@ def load(requirements: AttentionRequirements) -> AttentionFn:
             scale=scale,
             enable_gqa=is_grouped,
         )
+        if mask is not None and q.device.type != "cpu":
+            # Torch's CPU kernels give such a row zeros; of the others that isn't known, and some have given NaN.
+            has_nothing = ~mask.any(-1, keepdim=True) if mask.dtype == torch.bool else mask.amax(-1, True) == -torch.inf
+            out = out.masked_fill(has_nothing, 0)
         return out.transpose(1, 2)
 
     return sdpa
+
+
+def why_not(requirements: AttentionRequirements, machine: MachineFacts) -> tuple[Reason, ...]:
+    """Metal has no float64."""
+    if machine.platform == "mps" and requirements.dtype == "float64":
+        return (Reason("capability", "no dtype float64 on mps (Metal has none)"),)
+    return ()
 
 
 BACKEND = AttentionBackend(
@@ -60,4 +72,5 @@ BACKEND = AttentionBackend(
     aliases=("torch_sdpa", "native", "torch"),
     dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
     masks=frozenset({"none", "key_padding", "dense", "bias"}),
+    why_not=why_not,
 )

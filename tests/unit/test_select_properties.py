@@ -1,0 +1,182 @@
+"""Properties of select_backend that hold for any backends, machine, layer and preference (rules S2 to S9)."""
+
+import json
+import random
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from safelight.attention import AttentionBackend, AttentionRequirements, BackendPreference, Selection, select_backend
+from safelight.attention.requirements import MASKS, ROLES
+from safelight.attention.select import why_not
+from safelight.errors import SelectionError, error_from_json
+from safelight.platforms import load_machine
+from safelight.platforms.facts import PackageFacts
+
+# Names that the platforms' automatic orders know, and some that they don't.
+NAMES = ("sdpa", "flash2", "flash3", "flash4", "aiter", "laser", "sliding")
+DTYPES = ("float32", "bfloat16", "float16")
+MACHINES = tuple(map(load_machine, ("h100", "a100", "mi300x-rocm7", "m4-max", "cpu-avx2")))
+BOOL = st.booleans()
+
+
+def some(values):
+    return st.frozensets(st.sampled_from(values))
+
+
+REQUIREMENTS = st.builds(
+    AttentionRequirements,
+    head_dim=st.sampled_from((64, 72, 128, 512)),
+    dtype=st.sampled_from(DTYPES),
+    num_heads=st.just(12),
+    num_kv_heads=st.sampled_from((12, 4)),
+    role=st.sampled_from(ROLES),
+    component=st.sampled_from(("transformer", "text_encoder")),
+    is_auxiliary=BOOL,
+    causal=BOOL,
+    mask=st.sampled_from(MASKS),
+    packed_varlen=BOOL,
+    needs_lse=BOOL,
+    scale=st.sampled_from((None, 1.0)),
+    equal_lengths=BOOL,
+)
+
+
+@st.composite
+def backends(draw):
+    made = {}
+    for name in draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=len(NAMES))):
+        made[name] = AttentionBackend(
+            name=name,
+            summary="made up",
+            load=None,
+            aliases=draw(st.sampled_from(((), (f"{name}_alias",), ("shared",)))),
+            platforms=draw(some(("cuda", "rocm", "mps", "cpu"))),
+            arches=draw(st.sampled_from(({}, {"cuda": ("sm90",)}, {"rocm": ("gfx90a",)}))),
+            package=draw(st.sampled_from((None, None, "present", "broken", "absent"))),
+            dtypes=draw(some(DTYPES)) | {"bfloat16"},
+            head_dims=draw(st.sampled_from((None, lambda head_dim: head_dim <= 128))),
+            masks=draw(some(MASKS)) | {"none"},
+            grouped_query=draw(BOOL),
+            causal=draw(BOOL),
+            packed_varlen=draw(BOOL),
+            lse=draw(BOOL),
+            custom_scale=draw(BOOL),
+            cross_lengths=draw(BOOL),
+            is_sparse=draw(st.sampled_from((False, False, True))),
+            self_only=draw(st.sampled_from((False, False, True))),
+            is_lossy=draw(st.sampled_from((False, False, True))),
+        )
+    return made
+
+
+@st.composite
+def machines(draw):
+    packages = {"present": PackageFacts(dist="p"), "broken": PackageFacts(dist="b", import_error="OSError: no")}
+    return draw(st.sampled_from(MACHINES)).replace(packages=packages)
+
+
+PREFERENCES = st.none() | st.builds(
+    BackendPreference,
+    backend=st.sampled_from((*NAMES, *(f"{name}_alias" for name in NAMES), "shared", "nonsense", "auto")),
+    source=st.just("somebody"),
+    explicit=BOOL,
+    names=st.sampled_from(("", "transformer", "text_encoder", *(f"transformer.{role}" for role in ROLES))),
+)
+SUPPORTED = st.none() | some(NAMES)
+
+
+def is_satisfied(need: AttentionRequirements, backend: AttentionBackend) -> bool:
+    """Rule S6's capabilities, written down a second time."""
+    lacks_lengths = need.role == "cross" and not need.equal_lengths and not backend.cross_lengths
+    return (
+        need.dtype in backend.dtypes
+        and (backend.head_dims is None or backend.head_dims(need.head_dim))
+        and (backend.grouped_query or need.num_heads == need.num_kv_heads)
+        and (backend.causal or not need.causal)
+        and need.mask in backend.masks
+        and (backend.packed_varlen or not need.packed_varlen)
+        and (backend.lse or not need.needs_lse)
+        and (backend.custom_scale or need.scale is None)
+        and not lacks_lengths
+        and not (need.role == "cross" and backend.is_sparse)
+        and not (need.role != "self" and backend.self_only)
+    )
+
+
+@settings(max_examples=400)
+@given(REQUIREMENTS, machines(), PREFERENCES, SUPPORTED, backends(), st.randoms(use_true_random=False))
+@example(
+    AttentionRequirements(head_dim=64, dtype="bfloat16", num_heads=12, num_kv_heads=12),
+    MACHINES[0],
+    None,
+    None,
+    {},
+    random.Random(0),
+)
+def test_any_selection_keeps_the_promises(need, machine, preference, supported, made, rng) -> None:
+    # The layer's component decides what a name is given for; a preference for another one never gets here.
+    if preference is not None and preference.names.partition(".")[0] not in ("", need.component):
+        preference = None
+    try:
+        result: Selection | SelectionError = select_backend(need, machine, preference, supported, made)
+    except SelectionError as error:
+        result = error
+
+    shuffled = list(made.items())
+    rng.shuffle(shuffled)
+    try:
+        again: Selection | SelectionError = select_backend(need, machine, preference, supported, dict(shuffled))
+    except SelectionError as error:
+        again = error
+    assert type(again) is type(result), "the order of registration matters"
+    assert again.to_json() == result.to_json(), "the order of registration matters"
+
+    wish = None if preference is None or preference.backend == "auto" else preference
+    asked = None if wish is None else next((n for n in sorted(made) if wish.backend in made[n].aliases), wish.backend)
+    fitting = [
+        name
+        for name, backend in made.items()
+        if (supported is None or name in supported)
+        and not (backend.is_sparse or backend.is_lossy)
+        and is_satisfied(need, backend)
+        and (not backend.platforms or machine.platform in backend.platforms)
+        and machine.arch in backend.arches.get(machine.platform, (machine.arch,))
+        and backend.package in (None, "present")
+    ]
+    assert all(not why_not(name, need, machine, made, supported) for name in fitting)
+
+    if isinstance(result, SelectionError):
+        assert json.loads(json.dumps(result.to_json())) == result.to_json()
+        assert type(error_from_json(result.to_json())) is type(result)
+        assert all(verdict["reasons"] for verdict in result.details["rejected"])
+        if wish is None or not wish.explicit:
+            assert fitting == [], "an implicit preference raises although a dense backend fits"
+        return
+
+    assert Selection.from_json(json.loads(json.dumps(result.to_json()))) == result
+    chosen = made[result.backend]
+    assert is_satisfied(need, chosen)
+    assert supported is None or chosen.name in supported
+    assert not chosen.platforms or machine.platform in chosen.platforms
+    assert [verdict.backend for verdict in result.verdicts if not verdict.reasons] == [chosen.name]
+    assert result.verdicts[-1].backend == chosen.name
+    assert len({verdict.backend for verdict in result.verdicts}) == len(result.verdicts)
+
+    is_asked = wish is not None and wish.explicit and chosen.name == asked
+    assert is_asked or chosen.name in fitting, "sparse or lossy, unasked"
+    if chosen.name == asked:
+        assert result.reason is None
+    elif wish is None:
+        assert result.reason == "platform default"
+    else:
+        names_role = wish.names == f"{need.component}.{need.role}"
+        first = made.get(asked)
+        is_for_self = need.role == "cross" and first is not None and (first.is_sparse or first.self_only)
+        if is_for_self and not names_role:
+            assert result.reason == "dense cross-attention fallback"
+        elif not wish.explicit:
+            assert result.reason == "platform default fallback"
+        else:
+            assert need.is_auxiliary and wish.names == ""
+            assert result.reason == f"not required for {need.component}"
