@@ -1,8 +1,9 @@
 """Reads colour, shape and direction back from a clip by measurement, to score what the demo model drew.
 
 No learned part: the ground is the border's median, coverage is the contrast against it, and then colour is the mean of
-fully covered pixels, direction the centroid's path, shape the share of its bounding box that is filled (circle 0.79,
-square 1, triangle 0.5). Axes: F frames, H height, W width.
+fully covered pixels, direction the centroid's path, shape two moments about the centroid: how strongly it repeats every
+120 degrees, as a triangle does, and every 90 degrees, as a square with upright sides does. Axes: F frames, H height,
+W width.
 """
 
 from dataclasses import dataclass
@@ -14,17 +15,19 @@ from safelight.demo.scenes import COLOURS, DIRECTIONS
 
 MIN_CONTRAST = 0.15
 MIN_TRAVEL = 0.03
-TRIANGLE_BELOW, SQUARE_ABOVE = 0.645, 0.89
+# Half of what a drawn triangle and a drawn square measure; a circle measures 0 in both.
+TRIANGLE_ABOVE, SQUARE_ABOVE = 0.33, 0.215
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a clip shows; None where it can't be told. `fill` is the filled share of the bounding box."""
+    """What a clip shows; None where it can't be told. `threefold` and `fourfold` are the moments behind `shape`."""
 
     colour: str | None
     shape: str | None
     direction: str | None
-    fill: float
+    threefold: float = 0.0
+    fourfold: float = 0.0
 
 
 def judge(frames_FHWC: NDArray[np.uint8]) -> Judgement:
@@ -41,11 +44,11 @@ def judge(frames_FHWC: NDArray[np.uint8]) -> Judgement:
     contrast_FHW = np.linalg.norm(video - np.median(border, axis=0), axis=-1)
     peak = float(np.quantile(contrast_FHW, 0.985))
     if peak < MIN_CONTRAST:
-        return Judgement(None, None, None, 0.0)
+        return Judgement(None, None, None)
     coverage_FHW = np.clip((contrast_FHW / peak - 0.15) / 0.7, 0, 1).astype(np.float32)
-    fill = _fill(coverage_FHW)
-    shape = "triangle" if fill < TRIANGLE_BELOW else "square" if fill > SQUARE_ABOVE else "circle"
-    return Judgement(_colour(video, coverage_FHW), shape, _direction(coverage_FHW), fill)
+    threefold, fourfold = _moments(coverage_FHW)
+    shape = "triangle" if threefold > TRIANGLE_ABOVE else "square" if fourfold > SQUARE_ABOVE else "circle"
+    return Judgement(_colour(video, coverage_FHW), shape, _direction(coverage_FHW), threefold, fourfold)
 
 
 def _colour(video: NDArray[np.float32], coverage_FHW: NDArray[np.float32]) -> str | None:
@@ -71,9 +74,18 @@ def _direction(coverage_FHW: NDArray[np.float32]) -> str | None:
     return max(DIRECTIONS, key=lambda name: float(np.dot(travel, DIRECTIONS[name])))
 
 
-def _fill(coverage_FHW: NDArray[np.float32]) -> float:
-    """Covered area over the area of the bounding box, both sub-pixel, median over frames."""
-    area_F = coverage_FHW.sum((1, 2))
-    width_F = coverage_FHW.max(1).sum(1)
-    height_F = coverage_FHW.max(2).sum(1)
-    return float(np.median(area_F / np.maximum(width_F * height_F, 1e-6)))
+def _moments(coverage_FHW: NDArray[np.float32]) -> tuple[float, float]:
+    """Threefold and fourfold symmetry: sum of z**n over sum of |z|**n, z from the centroid, mean over frames.
+
+    A square's corners lie at 45 degrees, where z**4 is negative; a triangle's three directions make z**3 imaginary.
+    """
+    height, width = coverage_FHW.shape[1:]
+    y_HW, x_HW = np.mgrid[:height, :width]
+    threefold, fourfold = [], []
+    for cover_HW in coverage_FHW:
+        mass = max(float(cover_HW.sum()), 1e-6)
+        z_HW = (x_HW - (cover_HW * x_HW).sum() / mass) + 1j * (y_HW - (cover_HW * y_HW).sum() / mass)
+        spread_3, spread_4 = ((cover_HW * np.abs(z_HW) ** n).sum() + 1e-6 for n in (3, 4))
+        threefold.append((cover_HW * z_HW**3).sum().imag / spread_3)
+        fourfold.append(-(cover_HW * z_HW**4).sum().real / spread_4)
+    return abs(float(np.mean(threefold))), float(np.mean(fourfold))
