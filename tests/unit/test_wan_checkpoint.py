@@ -102,7 +102,7 @@ def test_dx_101_a_component_of_another_class_is_refused(demo_copy: Path, compone
 @pytest.mark.parametrize("name", ["FooScheduler", None])
 def test_dx_101_an_unknown_scheduler_is_refused(demo_copy: Path, name: str | None) -> None:
     edit(demo_copy / "scheduler" / "scheduler_config.json", lambda config: config.update(_class_name=name))
-    with pytest.raises(CheckpointError, match="scheduler_config.json.*the schedulers are FlowMatchEuler"):
+    with pytest.raises(CheckpointError, match=r"scheduler_config.json.*the schedulers are FlowMatchEuler"):
         check_model(demo_copy)
 
 
@@ -128,7 +128,7 @@ def test_a_transformer_of_another_kind_is_refused(demo_copy: Path, key: str, val
 
 def test_components_that_do_not_fit_are_refused_together(demo_copy: Path) -> None:
     edit(demo_copy / "transformer" / "config.json", lambda config: config.update(text_dim=32, in_channels=16))
-    with pytest.raises(CheckpointError, match="text_dim is 32.*in_channels is 16"):
+    with pytest.raises(CheckpointError, match=r"text_dim is 32.*in_channels is 16"):
         check_model(demo_copy)
 
 

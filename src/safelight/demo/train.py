@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m safelight.demo.train", description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="where the stages keep their state")
     parser.add_argument("--out", type=Path, help="where the checkpoint goes (default: WORK/checkpoint)")
-    parser.add_argument("--no-compile", action="store_true", help="don't compile the models, which takes a C++ compiler")
+    parser.add_argument("--no-compile", action="store_true", help="don't compile the models (needs g++)")
     arguments = parser.parse_args()
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,8 @@ def check_scheduler(config: Mapping[str, Any], where: str = "scheduler") -> None
         problems.append(f"_class_name is {name!r}; the schedulers are {', '.join(SCHEDULERS)}")
     if config.get("use_dynamic_shifting"):
         problems.append("use_dynamic_shifting is set; the shift must be a number that doesn't depend on the request")
+    if config.get("stochastic_sampling"):
+        problems.append("stochastic_sampling is set; a step's noise must come from its output's seed, and it wouldn't")
     if name == "UniPCMultistepScheduler":
         # Its defaults are those of noise prediction, where our models predict a velocity.
         wanted = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
