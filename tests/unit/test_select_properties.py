@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -87,10 +88,12 @@ def machines(draw):
 
 PREFERENCES = st.none() | st.builds(
     BackendPreference,
-    backend=st.sampled_from((*NAMES, *NAMES, *(f"{name}_alias" for name in NAMES), "shared", "nonsense", "auto")),
+    backend=st.sampled_from(
+        (*NAMES, *NAMES, *(f"{name}_alias" for name in NAMES), *("shared",) * 3, "nonsense", "auto")
+    ),
     source=st.just("somebody"),
     explicit=BOOL,
-    names=st.sampled_from(("", "transformer", "text_encoder", *(f"transformer.{role}" for role in ROLES))),
+    names=st.sampled_from(("", "COMPONENT", "COMPONENT.ROLE")),
 )
 SUPPORTED = st.none() | some(NAMES)
 
@@ -124,9 +127,10 @@ def is_satisfied(need: AttentionRequirements, backend: AttentionBackend) -> bool
     random.Random(0),
 )
 def test_any_selection_keeps_the_promises(need, machine, preference, supported, made, rng) -> None:
-    # The layer's component decides what a name is given for; a preference for another one never gets here.
-    if preference is not None and preference.names.partition(".")[0] not in ("", need.component):
-        preference = None
+    if preference is not None:
+        # A preference that is given for other layers never gets here.
+        names = preference.names.replace("COMPONENT", need.component).replace("ROLE", need.role)
+        preference = replace(preference, names=names)
     try:
         result: Selection | SelectionError = select_backend(need, machine, preference, supported, made)
     except SelectionError as error:

@@ -7,6 +7,7 @@ W width.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +52,7 @@ def judge(frames_FHWC: NDArray[np.uint8]) -> Judgement:
     return Judgement(_colour(video, coverage_FHW), shape, _direction(coverage_FHW), threefold, fourfold)
 
 
-def _colour(video: NDArray[np.float32], coverage_FHW: NDArray[np.float32]) -> str | None:
+def _colour(video: NDArray[np.floating[Any]], coverage_FHW: NDArray[np.floating[Any]]) -> str | None:
     inside = video[coverage_FHW >= 1]
     if len(inside) == 0:
         return None

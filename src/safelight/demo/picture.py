@@ -36,9 +36,7 @@ def contact_sheet(clips: Sequence[tuple[str, NDArray[np.uint8]]]) -> Image.Image
 def main() -> None:
     """Generate the prompts with seed 7 and write the sheet."""
     engine = Engine.from_pretrained()
-    clips = [
-        (prompt, engine.generate(prompt, num_frames=NUM_FRAMES, seed=7).outputs[0].frames) for prompt in PROMPTS
-    ]
+    clips = [(prompt, engine.generate(prompt, num_frames=NUM_FRAMES, seed=7).outputs[0].frames) for prompt in PROMPTS]
     contact_sheet(clips).save(Path(sys.argv[1]), optimize=True)
 
 
