@@ -8,16 +8,10 @@ Result.to_json() as it would be had this output been generated alone, in the PNG
 
 import contextlib
 import dataclasses
-import errno
 import io
 import json
 import mmap
 import os
-import re
-import secrets
-import stat
-import sys
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,6 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from safelight import __version__
 from safelight.errors import OutputError, RequestError, WriteError
+from safelight.naming import (
+    asked_paths,
+    cause_of,
+    default_paths,
+    default_stem,
+    discard,
+    extension_for,
+    next_number,
+    write_error,
+    write_temporary,
+)
 from safelight.request import Output, Result
 
 if TYPE_CHECKING:
@@ -34,10 +39,6 @@ if TYPE_CHECKING:
 
 METADATA_KEY = "safelight"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-# The slug's share of a default name. With seed, numbers and extension the name stays below 143 bytes, the shortest
-# limit in use (eCryptfs); most file systems take 255.
-SLUG_BYTES = 80
 
 # libx264 opens no larger frame. MP4 and H.264 store a rate as two 32-bit integers, and a frame's duration as one.
 MAX_SIDE = 16384
@@ -51,32 +52,6 @@ X264_OPTIONS = {"crf": "12", "preset": "medium", "threads": "1", "bf": "0"}
 # The colours of JPEG (sYCC): sRGB with the BT.601 matrix, here in the range 16 to 235 since yuv420p means that. With
 # the BT.709 matrix, readers that ignore the tags show saturated colours up to 23 levels of 255 off; with this one, 2.
 BT601_MATRIX, VIDEO_RANGE, BT709_PRIMARIES, SRGB_TRANSFER = 6, 1, 1, 13
-
-
-def plan_paths(
-    out: Path | None,
-    *,
-    prompt: str,
-    seed: int,
-    num_outputs: int,
-    num_frames: int,
-    directory: Path,
-    overwrite: bool = False,
-) -> list[Path]:
-    """Decide where a request's outputs will go, and raise OutputError now if they can't go there.
-
-    `out` is the name a person gave; without a suffix it gets .png (one frame) or .mp4 (more). None takes the next free
-    default name in `directory`, whatever `overwrite` says. Whether the directory can be written, and has room at all,
-    is found by writing a small file there and removing it.
-    """
-    extension = _extension(num_frames)
-    if out is not None:
-        paths = _asked_paths(out, extension, num_outputs, overwrite)
-        _check_writable(out.parent)
-        return paths
-    _check_writable(directory)
-    stem = default_stem(prompt, seed)
-    return _default_paths(directory, stem, _next_number(directory, stem), extension, num_outputs)
 
 
 def check_dimensions(*, width: int, height: int, num_frames: int, fps: Fraction) -> None:
@@ -112,17 +87,17 @@ def save_result(result: Result, path: Path | None, *, overwrite: bool = False, d
     for output in result.outputs:
         check_dimensions(width=output.width, height=output.height, num_frames=output.num_frames, fps=output.fps)
     num_outputs = len(result.outputs)
-    extension = _extension(result.outputs[0].num_frames)
-    asked = None if path is None else _asked_paths(path, extension, num_outputs, overwrite)
+    extension = extension_for(result.outputs[0].num_frames)
+    asked = None if path is None else asked_paths(path, extension, num_outputs, overwrite)
     folder = path.parent if path is not None else directory or Path()
     files = [_encode(output, _document(result, output)) for output in result.outputs]
     with contextlib.ExitStack() as cleanup:
-        temporaries = [_write_temporary(folder, file, cleanup) for file in files]
+        temporaries = [write_temporary(folder, file, cleanup) for file in files]
         if asked is None:
             assert result.request.seed is not None, "a result's request has no None left"
             stem = default_stem(result.request.prompt, result.request.seed)
-            number = _next_number(folder, stem)
-            while not _publish(temporaries, paths := _default_paths(folder, stem, number, extension, num_outputs)):
+            number = next_number(folder, stem)
+            while not _publish(temporaries, paths := default_paths(folder, stem, number, extension, num_outputs)):
                 number += 1
         elif not _publish(temporaries, paths := asked, overwrite=overwrite):
             raise OutputError(f"{path} was taken by another file meanwhile; choose another name", path=str(path))
@@ -144,7 +119,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
             is_empty = os.fstat(file.fileno()).st_size == 0
             data = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise RequestError(f"can't read {path}: {_cause(error)}; {remedy}", path=str(path)) from error
+        raise RequestError(f"can't read {path}: {cause_of(error)}; {remedy}", path=str(path)) from error
     text = _png_text(data) if data[: len(PNG_SIGNATURE)] == PNG_SIGNATURE else _mp4_comment(data)
     try:
         document = json.loads(text)
@@ -201,140 +176,6 @@ def probe_video(path: Path) -> VideoFacts:
 # Names
 
 
-def default_stem(prompt: str, seed: int) -> str:
-    """A file name's start made of the prompt's letters and digits, in any script, and the seed.
-
-    At most SLUG_BYTES bytes of the prompt; nothing hidden, reserved or special to a shell or a file system is left.
-    """
-    slug = ""
-    for character in unicodedata.normalize("NFC", prompt[: 8 * SLUG_BYTES]).lower():
-        category = unicodedata.category(character)
-        # Marks are vowels and accents in many scripts, but alone, or choosing an emoji's look, they would be invisible.
-        is_mark = category in ("Mn", "Mc") and not unicodedata.name(character, "").startswith("VARIATION SELECTOR")
-        if category[0] in "LN" or (is_mark and slug and not slug.endswith("-")):
-            slug += character
-        elif slug and not slug.endswith("-"):
-            slug += "-"
-    encoding = sys.getfilesystemencoding()
-    encoded = slug.encode(encoding, "ignore")
-    slug = encoded[:SLUG_BYTES].decode(encoding, "ignore")
-    if len(encoded) > SLUG_BYTES and "-" in slug[len(slug) // 2 :]:
-        slug = slug.rpartition("-")[0]
-    return f"{slug.strip('-') or 'untitled'}-seed{seed}"
-
-
-def _extension(num_frames: int) -> str:
-    return ".png" if num_frames == 1 else ".mp4"
-
-
-def _numbered(path: Path, num_outputs: int) -> list[Path]:
-    if num_outputs == 1:
-        return [path]
-    return [path.with_name(f"{path.stem}-{index}{path.suffix}") for index in range(num_outputs)]
-
-
-def _default_paths(folder: Path, stem: str, number: int, extension: str, num_outputs: int) -> list[Path]:
-    name = stem if number == 1 else f"{stem}_{number}"
-    return _numbered(folder / f"{name}{extension}", num_outputs)
-
-
-def _next_number(folder: Path, stem: str) -> int:
-    """One more than the highest number in use, so that a gap left by a deleted file isn't filled by a newer one."""
-    pattern = re.compile(rf"{re.escape(stem)}(?:_(\d{{1,9}}))?(?:-\d+)?\.(?:png|mp4)", re.IGNORECASE)
-    try:
-        matches = [pattern.fullmatch(name) for name in os.listdir(folder)]
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    return 1 + max((int(match[1] or 1) for match in matches if match), default=0)
-
-
-def _asked_paths(out: Path, extension: str, num_outputs: int, overwrite: bool) -> list[Path]:
-    """The names for a path that a person gave, or OutputError with everything that is wrong with them."""
-    try:
-        is_folder = stat.S_ISDIR(os.stat(out).st_mode)
-    except OSError:
-        is_folder = False
-    except ValueError as error:
-        raise OutputError(f"{str(out)!r} can't be a file name: {error}", path=str(out)) from error
-    if is_folder:
-        raise OutputError(
-            f"{out} is a directory; give a file name, such as {out / ('name' + extension)}", path=str(out)
-        )
-    stem, suffix = os.path.splitext(out.name)
-    problems = []
-    if suffix in ("", "."):
-        out = out.with_name(stem + extension)
-    elif suffix.lower() != extension:
-        content = "one frame is a PNG" if extension == ".png" else "more than one frame is an MP4"
-        problems.append(f"{out} ends in {suffix}; {content}, so the name must end in {extension} or have no suffix")
-    paths = _numbered(out, num_outputs)
-    problems += [problem for path in paths if (problem := _target_problem(path, overwrite))]
-    if problems:
-        raise OutputError("; ".join(problems), path=str(out))
-    return paths
-
-
-def _target_problem(path: Path, overwrite: bool) -> str | None:
-    try:
-        mode = os.lstat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        return f"{path} can't be used: {_cause(error)}; choose another name"
-    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-        return f"{path} exists and isn't a file; choose another name"
-    if not overwrite:
-        return f"{path} exists already; choose another name, or pass --overwrite to replace it"
-    return None
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise OutputError unless a block can be written in the directory; permission bits alone don't tell."""
-    with contextlib.ExitStack() as cleanup:
-        try:
-            _write_temporary(folder, bytes(4096), cleanup)
-        except WriteError as error:
-            raise OutputError(error.message, **error.details) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> OutputError:
-    return OutputError(
-        f"can't write in directory {folder}: {_cause(error)}; choose one that exists and can be written",
-        path=str(folder),
-        errno=errno.errorcode.get(error.errno or 0),
-    )
-
-
-def _cause(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-# Whole writes
-
-
-def _write_temporary(folder: Path, data: bytes, cleanup: contextlib.ExitStack) -> Path:
-    """Write a file under a temporary name, which `cleanup` removes."""
-    path = folder / f".safelight-{secrets.token_hex(8)}.tmp"
-    cleanup.callback(_discard, path)
-    try:
-        path.touch(exist_ok=False)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise _write_error(folder, error) from error
-    return path
-
-
-def _write_error(path: Path, error: OSError) -> WriteError:
-    return WriteError(
-        f"writing to {path} failed: {_cause(error)}; no file was left. Make room, or write somewhere else",
-        path=str(path),
-        errno=errno.errorcode.get(error.errno or 0),
-    )
-
-
 def _publish(temporaries: Sequence[Path], paths: Sequence[Path], *, overwrite: bool = False) -> bool:
     """Give files their final names, all or none; False means that one of the names is taken."""
     try:
@@ -349,7 +190,7 @@ def _publish(temporaries: Sequence[Path], paths: Sequence[Path], *, overwrite: b
     except FileExistsError:
         return False
     except OSError as error:
-        raise _write_error(paths[0], error) from error
+        raise write_error(paths[0], error) from error
     return True
 
 
@@ -365,7 +206,7 @@ def _place(temporary: Path, path: Path) -> None:
     except OSError:
         with contextlib.ExitStack() as undo:
             path.touch(exist_ok=False)
-            undo.callback(_discard, path)
+            undo.callback(discard, path)
             os.replace(temporary, path)
             undo.pop_all()
 
@@ -375,14 +216,6 @@ def _withdraw(path: Path, ours: os.stat_result) -> None:
     with contextlib.suppress(OSError):
         if os.path.samestat(os.lstat(path), ours):
             os.unlink(path)
-
-
-def _discard(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-
-
-# Encoding
 
 
 def _document(result: Result, output: Output) -> str:

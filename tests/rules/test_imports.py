@@ -12,7 +12,7 @@ from tests.rules.source import ROOT, Module, modules
 # From the bottom up. A part may import what stands above it in this list, itself, and the neighbours named below.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "catalog"),
-    ("config", "request", "media", "text"),
+    ("config", "request", "media", "naming", "text"),
     ("platforms",),
     ("attention",),
     ("layers",),
@@ -27,6 +27,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # Neighbours on one layer that may import each other.
 NEIGHBOURS = {
     ("catalog", "errors"): "a plug-in that fails to load is described by an error",
+    ("media", "naming"): "a media file is written under a free name",
     ("media", "request"): "a media file is written from a Result",
     ("request", "media"): "Result.save writes media files, and imports the writer only then",
     ("__main__", "cli"): "python -m safelight is the command",

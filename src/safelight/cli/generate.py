@@ -161,7 +161,8 @@ def _checked(
     checkpoint_factory: "Callable[[str | None], Checkpoint]",
 ) -> Request:
     """The request with the model's defaults, after every check that needs no torch; raises all that was found."""
-    from safelight.media import check_dimensions, plan_paths
+    from safelight.media import check_dimensions
+    from safelight.naming import plan_paths
 
     errors: list[RequestError] = []
     is_here = model is None or os.path.exists(os.path.expanduser(model))
