@@ -52,8 +52,9 @@ def start(tmp_path):
     started = []
 
     def start(*arguments, fake="", **options):
-        # A process started in the background of a script inherits an ignored SIGINT, as pytest may have been.
+        # A process started in the background of a script inherits ignored signals, as pytest may have been.
         previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         try:
             process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("fake_program.py")), *arguments],
@@ -64,6 +65,7 @@ def start(tmp_path):
             )
         finally:
             signal.signal(signal.SIGINT, previous)
+            signal.signal(signal.SIGHUP, hangup)
         started.append(process)
         return process
 
