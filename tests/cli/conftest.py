@@ -51,10 +51,10 @@ def start(tmp_path):
     """
     started = []
 
-    def start(*arguments, fake="", **options):
+    def start(*arguments, fake="", hangup=signal.SIG_DFL, **options):
         # A process started in the background of a script inherits ignored signals, as pytest may have been.
         previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-        hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        previous_hangup = signal.signal(signal.SIGHUP, hangup)
         try:
             process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("fake_program.py")), *arguments],
@@ -65,7 +65,7 @@ def start(tmp_path):
             )
         finally:
             signal.signal(signal.SIGINT, previous)
-            signal.signal(signal.SIGHUP, hangup)
+            signal.signal(signal.SIGHUP, previous_hangup)
         started.append(process)
         return process
 

@@ -124,11 +124,8 @@ def test_dx_047_a_file_that_is_being_written_is_removed(start, tmp_path):
 
 
 def test_dx_047_a_signal_that_was_ignored_stays_ignored(start, tmp_path):
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
-    try:
-        process = start("generate", "a cat", "--steps", "4", "--out", "cat.mp4", fake="sleep")
-    finally:
-        signal.signal(signal.SIGHUP, previous)
+    ignored = signal.SIG_IGN  # as `nohup` does
+    process = start("generate", "a cat", "--steps", "4", "--out", "cat.mp4", fake="sleep", hangup=ignored)
     wait_for_line(process, "denoise")
     process.send_signal(signal.SIGHUP)
     finish(process)
