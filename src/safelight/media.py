@@ -173,7 +173,7 @@ def probe_video(path: Path) -> VideoFacts:
     return dataclasses.replace(facts, index_first=order[:1] == [b"moov"])
 
 
-# Names
+# Publishing
 
 
 def _publish(temporaries: Sequence[Path], paths: Sequence[Path], *, overwrite: bool = False) -> bool:
@@ -233,6 +233,9 @@ def _document(result: Result, output: Output) -> str:
     del document["timings_s"]
     # ASCII, with \u escapes: any text survives every reader, half surrogate pairs and NUL included.
     return json.dumps(document, separators=(",", ":"))
+
+
+# Encoding
 
 
 def _encode(output: Output, document: str) -> bytes:

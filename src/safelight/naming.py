@@ -187,6 +187,3 @@ def discard(path: Path) -> None:
     """Remove a file of ours, if it is still there."""
     with contextlib.suppress(OSError):
         os.unlink(path)
-
-
-# Encoding

@@ -23,9 +23,12 @@ def terminal(columns):
     stream = os.fdopen(side, "w", encoding="utf-8")
 
     def sent():
+        stream.write("<end>")
         stream.flush()
-        text = os.read(main, 100_000).decode("utf-8")
-        return text.replace("\r\n", "\n")  # a terminal's own line ends
+        data = b""
+        while not data.endswith(b"<end>"):  # a terminal hands over what it has so far
+            data += os.read(main, 100_000)
+        return data.decode("utf-8").removesuffix("<end>").replace("\r\n", "\n")  # the line ends are its own
 
     with stream, os.fdopen(main, "rb"):
         yield stream, sent

@@ -77,7 +77,7 @@ def test_a_default_name_suits_a_file_system_that_knows_ascii_only(tmp_path: Path
 
 
 ASCII_NAMES = """
-from safelight.media import default_stem
+from safelight.naming import default_stem
 print(sys.getfilesystemencoding(), default_stem("Caf\\u00e9 2", 7), default_stem("\\u4e00", 7))
 """
 
