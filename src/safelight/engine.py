@@ -274,11 +274,11 @@ class _Run:
             if not bool(torch.isfinite(pixels_BFHWC.sum())):
                 raise self._failure("the decoded frames are not finite", stage="decode")
             frames_FHWC = pixels_BFHWC[0].mul(255).round().to(torch.uint8).cpu()
-            is_constant = bool(frames_FHWC.min() == frames_FHWC.max())
+            is_constant = bool((frames_FHWC == frames_FHWC[:1, :1, :1]).all())
             if is_constant and bool(latents_BCFHW.min() != latents_BCFHW.max()):
-                value = int(frames_FHWC.min())
+                colour = frames_FHWC[0, 0, 0].tolist()
                 raise self._failure(
-                    f"the decoded frames all have the one value {value}, though the latents vary", stage="decode"
+                    f"the decoded frames all have the one colour {colour}, though the latents vary", stage="decode"
                 )
             clips.append(frames_FHWC.contiguous().numpy())
         return clips

@@ -89,12 +89,19 @@ def test_pixels_that_aren_t_finite_are_an_error(tiny: Path, tmp_path: Path) -> N
     assert_survives_json(caught.value)
 
 
-def test_frames_of_one_value_are_an_error(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("levels", "colour"), [((0.25, 0.25, 0.25), r"\[159, 159, 159\]"), ((1.0, -1.0, 0.25), r"\[255, 0, 159\]")]
+)
+def test_frames_of_one_colour_are_an_error(
+    tiny: Path, tmp_path: Path, levels: tuple[float, float, float], colour: str
+) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
+        bias = tensors["decoder.conv_out.bias"]
         tensors["decoder.conv_out.weight"].zero_()
-        tensors["decoder.conv_out.bias"].fill_(0.25)
+        # A channel's patch positions stand together.
+        bias.copy_(torch.tensor(levels).repeat_interleave(len(bias) // 3))
 
-    with pytest.raises(GenerationError, match="all have the one value 159, though the latents vary") as caught:
+    with pytest.raises(GenerationError, match=f"all have the one colour {colour}, though the latents vary") as caught:
         spoil(tiny, tmp_path / "x", "vae", change).generate(PROMPT)
 
     assert caught.value.details["stage"] == "decode"

@@ -16,7 +16,7 @@ from safelight.demo.scenes import COLOURS, DIRECTIONS, SHAPES, render_scenes, sa
 from safelight.engine import Engine
 from safelight.request import Request
 
-HELD_OUT_SEED = 1_000_000  # no training step's generator starts here
+HELD_OUT_SEED = 1_000_000  # just below the first training step's; the numbers after it are the VAE's steps
 
 
 @dataclass(frozen=True, kw_only=True)
