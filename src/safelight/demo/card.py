@@ -28,9 +28,8 @@ unchanged.
 
 ## Scores
 
-An image measurement judges colour, shape and direction (`safelight.demo.judge`). No step of the transformer's training
-used the generation seeds; some of the same numbers did seed data of the VAE's and the text encoder's training steps.
-The VAE's clips and the judge's are drawn from a seed that no training step used.
+An image measurement judges colour, shape and direction (`safelight.demo.judge`). The seeds of the generated clips, of
+the VAE's clips and of the judge's are ones that no step of any model's training used.
 
 | what | score |
 |---|---|

@@ -16,7 +16,7 @@ from safelight.demo.scenes import COLOURS, DIRECTIONS, SHAPES, render_scenes, sa
 from safelight.engine import Engine
 from safelight.request import Request
 
-HELD_OUT_SEED = 1_000_000  # just below the first training step's; the numbers after it are the VAE's steps
+HELD_OUT_SEED = 1_000_000_000  # far above every training step's seed (training.step_seed)
 
 
 @dataclass(frozen=True, kw_only=True)

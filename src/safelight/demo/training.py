@@ -54,9 +54,14 @@ class Weights:
         self.average = state
 
 
+def step_seed(seed: int, step: int) -> int:
+    """The seed of one training step's data, from its recipe's seed."""
+    return seed * 1_000_003 + step
+
+
 def step_generator(seed: int, step: int) -> torch.Generator:
     """A generator that depends on the step alone, so that a resumed run sees the data it would have seen."""
-    return torch.Generator().manual_seed(seed * 1_000_003 + step)
+    return torch.Generator().manual_seed(step_seed(seed, step))
 
 
 def cosine(step: int, total: int, *, warmup: int, floor: float = 0.02) -> float:
@@ -67,10 +72,14 @@ def cosine(step: int, total: int, *, warmup: int, floor: float = 0.02) -> float:
 
 
 def save_state(path: Path, step: int, **parts: Stateful) -> None:
-    """Write a checkpoint whole: to a temporary name, then renamed."""
-    state = {name: part.state_dict() for name, part in parts.items()}
+    """Write a checkpoint of `step` and every part's state."""
+    save_whole(path, {"step": step, **{name: part.state_dict() for name, part in parts.items()}})
+
+
+def save_whole(path: Path, value: object) -> None:
+    """torch.save to a temporary name, then renamed: a killed run leaves the old file or the new one."""
     temporary = path.with_suffix(".tmp")
-    torch.save({"step": step, **state}, temporary)
+    torch.save(value, temporary)
     os.replace(temporary, path)
 
 
