@@ -27,6 +27,7 @@ from safelight.errors import (
 )
 from safelight.platforms import load_machine, machine_names
 from safelight.platforms.facts import PackageFacts
+from safelight.platforms.packages import Package
 
 ALL_MASKS = frozenset({"none", "key_padding", "dense", "bias"})
 ALL_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -43,7 +44,7 @@ BACKENDS = {
         backend(
             "flash2",
             platforms=frozenset({"cuda", "rocm"}),
-            package="flash_attn_2",
+            package=Package(key="flash_attn_2", dists=("flash-attn",), remedy="install it"),
             head_dims=lambda head_dim: head_dim % 8 == 0 and head_dim <= 256,
             head_dims_text="multiples of 8 up to 256",
             aliases=("fa", "fa2"),
@@ -52,7 +53,7 @@ BACKENDS = {
             "flash3",
             platforms=frozenset({"cuda"}),
             arches={"cuda": ("sm90",)},
-            package="flash_attn_3",
+            package=Package(key="flash_attn_3", dists=("flash_attn_3",), remedy="install it"),
             head_dims=lambda head_dim: head_dim <= 256,
             head_dims_text="up to 256",
         ),
@@ -393,7 +394,7 @@ def test_the_message_of_a_refusal() -> None:
     error = refused(CapabilityError, need, MI300X, flag("flash2", "transformer"))
     assert error.message == (
         "no attention backend for transformer.cross (head_dim 100, bfloat16) on rocm gfx942: flash2 was asked for "
-        "(`--attention` flag). Refused: flash2: package flash_attn_2 is not installed and "
+        "(`--attention` flag). Refused: flash2: package flash-attn is not installed and "
         "no head_dim 100 (takes multiples of 8 up to 256) and no mask key_padding (takes no mask at all). "
         "These would do: sdpa; pick one with --attention transformer.cross=sdpa."
     )

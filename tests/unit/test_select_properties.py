@@ -13,6 +13,7 @@ from safelight.attention.select import why_not
 from safelight.errors import SelectionError, error_from_json
 from safelight.platforms import load_machine
 from safelight.platforms.facts import PackageFacts
+from safelight.platforms.packages import Package
 
 # Names that the platforms' automatic orders know, and some that they don't.
 NAMES = ("sdpa", "flash2", "flash3", "flash4", "aiter", "laser", "sliding")
@@ -44,6 +45,11 @@ REQUIREMENTS = st.builds(
 )
 
 
+PRESENT, BROKEN, ABSENT = (
+    Package(key=key, dists=(key,), remedy="install it") for key in ("present", "broken", "absent")
+)
+
+
 def made_up(name: str, number: int) -> AttentionBackend:
     """A backend whose every property follows from the number: one draw is far quicker than thirty."""
     digit = random.Random(number).randrange
@@ -59,7 +65,7 @@ def made_up(name: str, number: int) -> AttentionBackend:
         self_only=digit(4) == 1,
         is_lossy=digit(4) == 1,
         aliases=((), (f"{name}_alias",), ("shared",))[digit(3)],
-        package=(None, None, "present", "present", "broken", "absent")[digit(6)],
+        package=(None, None, PRESENT, PRESENT, BROKEN, ABSENT)[digit(6)],
         arches=({}, {}, {}, {"cuda": ("sm90",)}, {"rocm": ("gfx90a",)})[digit(5)],
         head_dims=(None, lambda head_dim: head_dim <= 128)[digit(2)],
         grouped_query=digit(6) > 0,
@@ -154,7 +160,7 @@ def test_any_selection_keeps_the_promises(need, machine, preference, supported, 
         and is_satisfied(need, backend)
         and (not backend.platforms or machine.platform in backend.platforms)
         and machine.arch in backend.arches.get(machine.platform, (machine.arch,))
-        and backend.package in (None, "present")
+        and (backend.package is None or backend.package.key == "present")
     ]
     fitting = [name for name in usable if not (made[name].is_sparse or made[name].is_lossy)]
     assert all(not why_not(name, need, machine, made, supported) for name in fitting)

@@ -5,6 +5,7 @@ import pytest
 from safelight.attention import AttentionBackend, AttentionRequirements, Reason, declared_backends
 from safelight.attention.select import why_not
 from safelight.platforms import load_machine
+from safelight.platforms.packages import Package
 
 H100 = load_machine("h100")
 SELF = AttentionRequirements(head_dim=128, dtype="bfloat16", num_heads=12, num_kv_heads=12)
@@ -67,7 +68,7 @@ def test_a_verdict_lists_all_reasons() -> None:
         "x",
         platforms=frozenset({"rocm", "mps"}),
         arches={"cuda": ("sm80",)},
-        package="x_kernels",
+        package=Package(key="x_kernels", dists=("x-kernels",), remedy="install it"),
         is_sparse=True,
         is_lossy=True,
         why_not=no_odd_heads,
@@ -77,7 +78,7 @@ def test_a_verdict_lists_all_reasons() -> None:
     assert reasons == (
         Reason("platform", "runs on mps, rocm, this machine is cuda"),
         Reason("arch", "has code for sm80, this device is sm90"),
-        Reason("package", "package x_kernels is not installed"),
+        Reason("package", "package x-kernels is not installed"),
         Reason("scope", "not supported by this attention layer"),
         Reason("capability", "no mask bias (takes no mask at all)"),
         Reason("capability", "no LSE"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from safelight.attention.requirements import AttentionRequirements, Mask
 from safelight.platforms.facts import MachineFacts
+from safelight.platforms.packages import Package
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,9 +73,10 @@ class AttentionBackend:
     """A kernel's declaration.
 
     `platforms` empty means every platform; `arches` maps a platform to the architectures it has code for, and a
-    platform that isn't named takes all. `package` is a key of MachineFacts.packages, None for torch itself.
-    `head_dims` None means any. `why_not` adds reasons that a table can't say: a pure function of its arguments.
-    `load` is given the requirements it will serve and returns the bound kernel; None means "adapter not built yet".
+    platform that isn't named takes all. `package` is what the kernel comes in, None for torch itself; `env` the
+    environment's switches that `why_not` reads from the facts. `head_dims` None means any. `why_not` adds reasons that
+    a table can't say: a pure function of its arguments. `load` is given the requirements it will serve and returns the
+    bound kernel; None means "adapter not built yet".
     """
 
     name: str
@@ -83,7 +85,8 @@ class AttentionBackend:
     aliases: tuple[str, ...] = ()
     platforms: frozenset[str] = frozenset()
     arches: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    package: str | None = None
+    package: Package | None = None
+    env: tuple[str, ...] = ()
     dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
     head_dims: Callable[[int], bool] | None = None
     head_dims_text: str = "any"

@@ -40,7 +40,7 @@ def _load(backend: AttentionBackend, requirements: AttentionRequirements) -> Att
             f"attention backend {backend.name}, selected for {layer}, can't be loaded: {cause_of(error)}. "
             f"Repair it, or pick another with --attention {layer}=NAME",
             backend=backend.name,
-            package=backend.package,
+            package=None if backend.package is None else backend.package.key,
             cause=cause_of(error),
             layer=layer,
         ) from error

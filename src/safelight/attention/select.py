@@ -17,6 +17,7 @@ from safelight.errors import (
 )
 from safelight.platforms import platform_named
 from safelight.platforms.facts import MachineFacts
+from safelight.platforms.packages import Package
 
 AUTO = "auto"
 
@@ -202,12 +203,29 @@ def _hardware(backend: AttentionBackend, machine: MachineFacts) -> list[Reason]:
     if arches is not None and machine.arch not in arches:
         reasons.append(Reason("arch", f"has code for {', '.join(arches)}, this device is {machine.arch}"))
     if backend.package is not None:
-        package = machine.packages.get(backend.package)
-        if package is None:
-            reasons.append(Reason("package", f"package {backend.package} is not installed"))
-        elif package.import_error is not None:
-            reasons.append(Reason("package", f"package {package.dist} is broken: {package.import_error}"))
+        reasons += [Reason("package", detail) for detail in _package_problems(backend.package, machine)]
     return reasons
+
+
+def _package_problems(package: Package, machine: MachineFacts) -> Iterable[str]:
+    facts = machine.packages.get(package.key)
+    if facts is None:
+        yield f"package {package.dists[0]} is not installed"
+        return
+    if facts.import_error is not None:
+        yield f"package {facts.dist} is broken: {facts.import_error}"
+    if package.min_version is not None and _is_older(facts.version, package.min_version):
+        yield f"package {facts.dist} {facts.version} is too old: {package.min_version} is the first that serves"
+
+
+def _is_older(version: str | None, minimum: str) -> bool:
+    """Whether a version, if one is known, comes before another."""
+    from packaging.version import InvalidVersion, Version  # few machines need it
+
+    try:
+        return version is not None and Version(version) < Version(minimum)
+    except InvalidVersion:
+        return False
 
 
 def _missing(backend: AttentionBackend, need: AttentionRequirements) -> Iterable[str]:

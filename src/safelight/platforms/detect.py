@@ -12,7 +12,7 @@ from safelight.platforms.spec import UNKNOWN_DEVICE, Platform, ask
 
 GROUP = "safelight.platforms"
 # The package's modules that aren't a platform.
-APART = ("described", "detect", "facts", "spec")
+APART = ("described", "detect", "facts", "packages", "spec")
 
 
 def platforms() -> tuple[Platform, ...]:
