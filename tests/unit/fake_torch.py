@@ -75,6 +75,52 @@ def mps_torch(**parts):
     )
 
 
+def fake_devices(make, count, parts):
+    """A vendor's namespace with `count` devices, whose properties `make` gives by index."""
+
+    def properties(index=0):
+        return make(index)
+
+    usual = {
+        "is_available": lambda: count > 0,
+        "device_count": lambda: count,
+        "get_device_properties": properties,
+        "VendorError": VendorError,
+    }
+    return SimpleNamespace(**{**usual, **parts})
+
+
+def npu_torch(*names, **parts):
+    """A torch that has loaded torch_npu, with one device for each of CANN's names."""
+    npu = fake_devices(
+        lambda index: SimpleNamespace(name=names[index], total_memory=64 * GIB),
+        len(names),
+        {"get_device_name": lambda index: names[index], **parts},
+    )
+    return fake_torch(__version__="2.9.0+cpu", npu=npu)
+
+
+def xpu_torch(*versions, **parts):
+    """A torch built for Intel's GPUs, with a device for each version; a None is a device that doesn't tell its own."""
+
+    def properties(index):
+        told = {} if versions[index] is None else {"version": versions[index]}
+        return SimpleNamespace(name=f"Intel {index}", total_memory=12 * GIB, driver_version="1.6.35096+9", **told)
+
+    xpu = fake_devices(properties, len(versions), {"_is_compiled": lambda: True, **parts})
+    return fake_torch(__version__="2.13.0+xpu", version=SimpleNamespace(cuda=None, hip=None, xpu="20250302"), xpu=xpu)
+
+
+def musa_torch(*capabilities, **parts):
+    """A torch that has loaded torch_musa, with one device for each capability."""
+    musa = fake_devices(
+        lambda index: SimpleNamespace(name="MTT S5000", total_memory=80 * GIB),
+        len(capabilities),
+        {"get_device_capability": lambda index: capabilities[index], **parts},
+    )
+    return fake_torch(__version__="2.11.0+musa5.2.0", musa=musa)
+
+
 # Every kind of failure that a foreign package is known for.
 FAILURES = (
     ImportError("libcuda.so.1: cannot open shared object file\nmore"),

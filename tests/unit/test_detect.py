@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from safelight.errors import RequestError, SafelightError
+from safelight.errors import RequestError
 from safelight.platforms import MachineFacts, platform_named, probe_machine, torch_device
 from tests.unit.fake_torch import cuda_torch, fake_torch, mps_torch, rocm_torch
 
@@ -19,7 +19,7 @@ def test_dx_079_an_unknown_device_is_refused_with_the_list(asked):
     with pytest.raises(RequestError) as caught:
         probe_machine(asked, torch=cuda_torch((9, 0)), source="`SAFELIGHT_DEVICE`")
     assert f"device {asked!r} (from `SAFELIGHT_DEVICE`) isn't known" in caught.value.message
-    assert "there are cpu, cuda, mps, rocm" in caught.value.message
+    assert "there are cpu, cuda, mps, musa, npu, rocm, xpu" in caught.value.message
 
 
 def test_a_misspelt_device_gets_a_suggestion():
@@ -144,6 +144,29 @@ def test_dx_080_a_torch_that_cannot_be_imported(tmp_path, code, cause):
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
 
 
+def test_dx_080_what_made_a_plugin_fail_is_named_too(tmp_path):
+    """Torch says which plug-in failed to load; why is the cause of its error."""
+    said = in_a_process(
+        tmp_path,
+        torch=(
+            "try:\n    raise RuntimeError('Two accelerators cannot be used at the same time: npu and cuda\\nmore')\n"
+            "except RuntimeError as error:\n"
+            "    raise RuntimeError('Failed to load the backend extension: torch_npu. Disable it') from error\n"
+        ),
+    )
+    assert said == (
+        "1 PyTorch can't be imported: RuntimeError: Failed to load the backend extension: torch_npu. Disable it, "
+        "because of RuntimeError: Two accelerators cannot be used at the same time: npu and cuda. If a vendor's "
+        "plug-in is to blame, TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment leaves it out; otherwise install "
+        "PyTorch again\n"
+    )
+
+
+def test_an_error_that_is_its_own_cause_ends(tmp_path):
+    said = in_a_process(tmp_path, torch="error = OSError('no')\nerror.__cause__ = error\nraise error")
+    assert said.startswith("1 PyTorch can't be imported: OSError: no. If")
+
+
 def plugin(site, name, code):
     (site / f"{name}.py").write_text(code, encoding="utf-8")
     info = site / f"{name}-1.0.dist-info"
@@ -179,7 +202,7 @@ def test_a_platform_from_an_installed_package(site):
     assert probe_machine("acme", torch=cuda_torch((9, 0))).platform == "acme"
     assert probe_machine(torch=cuda_torch((9, 0))).platform == "cuda"
     assert platform_named("acme").torch_device == "acme"
-    with pytest.raises(RequestError, match="cpu, cuda, mps, rocm, acme"):
+    with pytest.raises(RequestError, match="cpu, cuda, mps, musa, npu, rocm, xpu, acme"):
         probe_machine("nope", torch=fake_torch())
 
 
@@ -204,10 +227,11 @@ def test_dx_080_a_platform_plugin_whose_probe_raises_is_a_note(site):
 
 def test_a_plugin_cannot_take_a_built_in_name(site):
     plugin(site, "acme_four", PLUGIN.format(name="cuda", probe="return None"))
-    with pytest.raises(
-        SafelightError, match=r"'cuda' is declared twice: by safelight\.platforms\.cuda and by .*acme_four"
-    ):
-        probe_machine(torch=fake_torch())
+    facts = probe_machine(torch=cuda_torch((9, 0)))
+    assert facts.platform == "cuda"
+    (note,) = facts.notes
+    assert note.endswith("doesn't load: it claims the name 'cuda', which is that of safelight.platforms.cuda")
+    assert platform_named("cuda").probe(cuda_torch((9, 0))) == facts.replace(notes=())
 
 
 def test_this_machine_survives_json():

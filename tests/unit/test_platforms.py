@@ -24,6 +24,8 @@ from tests.unit.fake_torch import (
     rocm_torch,
 )
 
+ALL_NAMES = ("cpu", "cuda", "mps", "musa", "npu", "rocm", "xpu")
+
 
 def machine(platform, arch, **fields):
     return MachineFacts(platform=platform, devices=(DeviceFacts(arch=arch, name="a device"),), **fields)
@@ -41,21 +43,24 @@ def dtype(facts):
 
 
 def test_platforms_that_there_are():
-    assert {"cpu", "cuda", "mps", "rocm"} <= {platform.name for platform in platforms()}
+    assert [platform.name for platform in platforms()] == ["cpu", "cuda", "mps", "musa", "npu", "rocm", "xpu"]
 
 
 def test_a_declaration_holds_its_own_name_and_torch_device():
-    assert {name: platform_named(name).torch_device for name in ("cpu", "cuda", "mps", "rocm")} == {
+    assert {platform.name: platform.torch_device for platform in platforms()} == {
         "cpu": "cpu",
         "cuda": "cuda",
         "mps": "mps",
+        "musa": "musa",
+        "npu": "npu",
         "rocm": "cuda",
+        "xpu": "xpu",
     }
 
 
 @pytest.mark.parametrize("name", ["CUDA", "gpu", "", "spec", "vulkan"])
 def test_an_unknown_platform_is_refused_with_the_list(name):
-    with pytest.raises(RequestError, match=r"isn't known.*cpu, cuda, mps, rocm"):
+    with pytest.raises(RequestError, match=r"isn't known.*cpu, cuda, mps, musa, npu, rocm, xpu"):
         platform_named(name)
 
 
@@ -91,6 +96,11 @@ ORDERS = [
     ("rocm", "gfx1201", ("sdpa",)),
     ("rocm", "gfx1250", ("sdpa",)),
     ("rocm", "sm90", ("sdpa",)),
+    ("npu", "ascend910b", ("ascend", "sdpa")),
+    ("npu", "ascend950", ("ascend", "sdpa")),
+    ("xpu", "xpu-bmg-g21", ("xpu_flash", "sdpa")),
+    ("xpu", "xpu-pvc", ("xpu_flash", "sdpa")),
+    ("musa", "musa-mp31", ("mate", "sdpa")),
     ("mps", "mps", ("sdpa",)),
     ("cpu", "cpu-avx2", ("sdpa",)),
     ("cpu", "cpu-amx", ("sdpa",)),
@@ -116,10 +126,10 @@ def test_the_triton_variant_opens_nothing_beyond_radeon():
     assert order(machine("rocm", "gfx1250", packages={"flash_attn_2": package})) == ("sdpa",)
 
 
-@pytest.mark.parametrize("name", ["cuda", "rocm", "mps", "cpu"])
+@pytest.mark.parametrize("name", ALL_NAMES)
 def test_a_machine_without_devices_has_an_order_and_a_dtype(name):
     facts = MachineFacts(platform=name)
-    assert order(facts) == ("sdpa",)
+    assert order(facts)[-1] == "sdpa"
     assert dtype(facts) in ("float32", "bfloat16", "float16")
 
 
@@ -137,6 +147,18 @@ DTYPES = [
     ("rocm", "gfx1030", "float16"),
     ("rocm", "gfx1100", "bfloat16"),
     ("rocm", "gfx1201", "bfloat16"),
+    ("npu", "ascend910b", "bfloat16"),
+    ("npu", "ascend910c", "bfloat16"),
+    ("npu", "ascend950", "bfloat16"),
+    ("npu", "ascend310p", "float16"),
+    ("npu", "ascend910proa", "float16"),
+    ("xpu", "xpu-bmg-g21", "bfloat16"),
+    ("xpu", "xpu-pvc", "bfloat16"),
+    ("xpu", "xpu-mtl-h", "float16"),
+    ("musa", "musa-mp31", "bfloat16"),
+    ("musa", "musa-mp22", "bfloat16"),
+    ("musa", "musa-mp21", "float16"),
+    ("musa", "unknown", "float16"),
     ("cpu", "cpu-avx2", "float32"),
     ("cpu", "cpu-amx", "float32"),
     ("cpu", "cpu-neon", "float32"),
@@ -389,9 +411,6 @@ def test_a_warning_of_an_old_driver_is_the_cause():
 def test_cancelling_a_probe_cancels_it():
     with pytest.raises(KeyboardInterrupt):
         probe_machine(torch=cuda_torch((9, 0), is_available=raiser(KeyboardInterrupt())))
-
-
-ALL_NAMES = ("cuda", "rocm", "mps", "cpu")
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)

@@ -89,10 +89,18 @@ def _import_torch() -> Any:
         import torch
     except BROKEN as error:
         raise SafelightError(
-            f"PyTorch can't be imported: {cause_of(error)}. If a vendor's plug-in is to blame, "
+            f"PyTorch can't be imported: {_whole_cause(error)}. If a vendor's plug-in is to blame, "
             "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment leaves it out; otherwise install PyTorch again"
         ) from error
     return torch
+
+
+def _whole_cause(error: BaseException) -> str:
+    """The error and what it was raised from: torch says which plug-in failed, and the plug-in's own error why."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    return ", because of ".join(cause_of(link).removesuffix(".") for link in chain)
 
 
 def _probe(platform: Platform, torch: Any) -> tuple[MachineFacts | None, tuple[str, ...]]:

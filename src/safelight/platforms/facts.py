@@ -52,6 +52,20 @@ class MachineFacts:
         object.__setattr__(self, "packages", MappingProxyType(dict(self.packages)))
         object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
 
+    def __hash__(self) -> int:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["packages"] = frozenset(self.packages.items())
+        values["env"] = frozenset(self.env.items())
+        return hash(tuple(values.values()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mapping that can't be changed can't be copied or pickled either.
+        return {**self.__dict__, "packages": dict(self.packages), "env": dict(self.env)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
     @property
     def arch(self) -> str:
         """The first device's architecture, or the platform's name where there is none."""

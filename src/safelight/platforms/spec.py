@@ -71,11 +71,50 @@ def ask(
 def call(torch: Any, path: str, notes: list[str]) -> Any:
     """`ask` a function of torch that takes nothing, such as "backends.mps.get_name"; None where torch hasn't got it."""
     function = look(torch, path)
-    return None if function is None else ask(f"torch.{path}()", function, notes)
+    own_errors = _own_errors(look(torch, path.rpartition(".")[0]))
+    return None if function is None else ask(f"torch.{path}()", function, notes, own_errors)
 
 
 def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0].strip()
+
+
+def has_namespace(torch: Any, name: str, notes: list[str]) -> bool:
+    """Whether torch has the namespace ("npu") that a vendor's plug-in adds; one that can't be read is noted."""
+    try:
+        return getattr(torch, name, None) is not None
+    except BROKEN as error:
+        notes.append(f"torch.{name} can't be read: {cause_of(error)}")
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlugIn:
+    """A vendor's distribution that adds a namespace to torch. `is_autoloaded`: torch imports it by itself."""
+
+    dist: str
+    version: str
+    is_autoloaded: bool
+
+
+def plug_in(dist: str) -> PlugIn | None:
+    """A vendor's plug-in by the name of its distribution, read without importing it; None if it isn't installed."""
+    from importlib.metadata import distribution  # costs more than the rest of this file
+
+    try:
+        found = distribution(dist)
+        is_autoloaded = any(point.group == "torch.backends" for point in found.entry_points)
+        return PlugIn(dist=found.name, version=found.version, is_autoloaded=is_autoloaded)
+    except BROKEN:  # not installed, or what is left of it tells neither name nor version
+        return None
+
+
+def unloaded(plug_in: PlugIn) -> str:
+    """The note that an installed plug-in's namespace isn't in torch."""
+    return (
+        f"{plug_in.dist} {plug_in.version} is installed, but torch hasn't loaded it: "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment leaves it out"
+    )
 
 
 def ask_devices(
@@ -108,6 +147,6 @@ def ask_devices(
 
 
 def _own_errors(module: Any) -> tuple[type[Exception], ...]:
-    """The error classes that a torch namespace defines: torch.cuda has one that descends from Exception alone."""
+    """The error classes that a torch namespace defines: torch.cuda and torch.npu have one of Exception alone."""
     values = getattr(module, "__dict__", {}).values()
     return tuple(value for value in values if isinstance(value, type) and issubclass(value, Exception))
