@@ -33,12 +33,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from safelight.attention.plan import build_plan
-from safelight.attention.runtime import bind
+from safelight.attention.runtime import bind, load_plan
 from safelight.attention.select import declared_backends
-from safelight.engine import DEMO, check_model
 from safelight.media import X264_OPTIONS
 from safelight.models.wan_config import WanConfig
-from safelight.pipelines.wan import WanPipeline
+from safelight.pipelines.wan.pipeline import WanPipeline
+from safelight.planning import DEMO, check_model
 from safelight.platforms import probe_machine
 from safelight.request import Request
 
@@ -117,9 +117,10 @@ class Ours:
         pipeline = checkpoint.load("float32", "cpu", lambda step, num_steps: None)
         assert isinstance(pipeline, WanPipeline)
         backends = declared_backends()
-        plan = build_plan(checkpoint.layer_groups("float32"), probe_machine("cpu"), [], backends)
+        groups = checkpoint.layer_groups("float32")
+        loaded = load_plan(lambda machine: build_plan(groups, machine, [], backends), probe_machine("cpu"), backends)
         for component, module in pipeline.modules.items():
-            bind(component, module, plan, backends)
+            bind(component, module, loaded)
         self.pipeline = pipeline
         self.request = checkpoint.resolve(request)
         with torch.inference_mode():

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from safelight.attention.backends import sdpa
 from safelight.attention.layer import Attention
 from safelight.attention.plan import build_plan
-from safelight.attention.runtime import bind
+from safelight.attention.runtime import bind, load_plan
 from safelight.attention.select import declared_backends
-from safelight.engine import DEMO, check_model
 from safelight.models.wan import TextContext, WanTransformer
 from safelight.models.wan_config import WanConfig
-from safelight.pipelines.wan import WanPipeline
+from safelight.pipelines.wan.pipeline import WanPipeline
+from safelight.planning import DEMO, check_model
 from safelight.platforms import probe_machine
 
 TINY: dict[str, Any] = {
@@ -172,9 +172,10 @@ def open_pipeline(folder: Path | None, dtype: str = "float32") -> WanPipeline:
     pipeline = checkpoint.load(dtype, "cpu", lambda step, num_steps: None)
     assert isinstance(pipeline, WanPipeline)
     backends = declared_backends()
-    plan = build_plan(checkpoint.layer_groups(dtype), probe_machine("cpu"), [], backends)
+    groups = checkpoint.layer_groups(dtype)
+    loaded = load_plan(lambda machine: build_plan(groups, machine, [], backends), probe_machine("cpu"), backends)
     for component, module in pipeline.modules.items():
-        bind(component, module, plan, backends)
+        bind(component, module, loaded)
     return pipeline
 
 

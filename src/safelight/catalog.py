@@ -5,11 +5,9 @@ Nothing is remembered between calls: who needs the list twice keeps it.
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-from safelight.errors import SafelightError
 
 # What a package built for another machine raises while it is imported or asked a question. Written out instead of
 # Exception, so that cancelling, running out of memory and our own errors are never taken for a broken package.
@@ -63,14 +61,32 @@ def built_in(package: str, constant: str, *, besides: tuple[str, ...] = ()) -> t
     return tuple(declaration for declaration, _ in _from_modules(package, constant, besides))
 
 
-def declarations(package: str, constant: str, group: str, *, besides: tuple[str, ...] = ()) -> Found:
+def _own_name(declaration: Any) -> tuple[str, ...]:
+    return (declaration.name,)
+
+
+def declarations(
+    package: str,
+    constant: str,
+    group: str,
+    *,
+    besides: tuple[str, ...] = (),
+    names: Callable[[Any], tuple[str, ...]] = _own_name,
+) -> Found:
     """Everything declared: `built_in`, then the entry points of `group`, by name.
 
-    An entry point names the declaration itself ("acme_kernels.safelight:BACKEND"). One that can't be loaded, or isn't
-    of the built-in declarations' class, is a LoadFailure. A name declared twice raises SafelightError.
+    An entry point names the declaration itself ("acme_kernels.safelight:BACKEND"). One that can't be loaded, isn't of
+    the built-in declarations' class, or claims one of the `names` that an earlier one has, is a LoadFailure: what is
+    installed never ends a run that didn't ask for it.
     """
-    found = list(_from_modules(package, constant, besides))
-    classes = tuple({type(declaration) for declaration, _ in found})
+    found: list[Any] = []
+    owners: dict[str, str] = {}
+    for declaration, origin in _from_modules(package, constant, besides):
+        for name in names(declaration):
+            assert name not in owners, f"{constant} {name} is declared by {owners[name]} and by {origin}"
+            owners[name] = origin
+        found.append(declaration)
+    classes = tuple({type(declaration) for declaration in found})
     assert classes, f"no module of {package} holds a {constant}"
     failures = []
     for name, origin, result in _from_entry_points(group):
@@ -79,10 +95,13 @@ def declarations(package: str, constant: str, group: str, *, besides: tuple[str,
         elif not isinstance(result, classes):
             allowed = " or ".join(sorted(kind.__name__ for kind in classes))
             failures.append(LoadFailure(name, f"it is of class {type(result).__name__}, not {allowed}", origin))
+        elif taken := [claimed for claimed in names(result) if claimed in owners]:
+            whose = " and ".join(f"{claimed!r}, which is that of {owners[claimed]}" for claimed in taken)
+            failures.append(LoadFailure(name, f"it claims the name {whose}", origin))
         else:
-            found.append((result, f"the entry point {origin}"))
-    _refuse_duplicates(found, constant)
-    return Found(tuple(declaration for declaration, _ in found), tuple(failures))
+            owners.update(dict.fromkeys(names(result), f"the entry point {origin}"))
+            found.append(result)
+    return Found(tuple(found), tuple(failures))
 
 
 def _from_modules(package: str, constant: str, besides: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
@@ -111,14 +130,3 @@ def _from_entry_points(group: str) -> Iterator[tuple[str, str, Any]]:
             yield point.name, origin, point.load()
         except BROKEN as error:
             yield point.name, origin, _Failed(cause_of(error))
-
-
-def _refuse_duplicates(found: list[tuple[Any, str]], constant: str) -> None:
-    origins: dict[str, str] = {}
-    for declaration, origin in found:
-        if declaration.name in origins:
-            raise SafelightError(
-                f"{constant} {declaration.name!r} is declared twice: by {origins[declaration.name]} and by {origin}; "
-                "uninstall or rename one of them"
-            )
-        origins[declaration.name] = origin

@@ -1,54 +1,39 @@
 """Engine: a model on a machine. Facts make a plan, the plan binds kernels, requests become results."""
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from safelight.attention.backend import AttentionBackend
+from safelight.attention.machine import this_machine
 from safelight.attention.plan import AttentionPlan, build_plan
-from safelight.attention.select import BackendPreference, declared_backends
-from safelight.catalog import declarations
-from safelight.config import DTYPES, AttentionChoice, Settings, attention_choices
-from safelight.errors import CheckpointError, GenerationError, RequestError
-from safelight.pipelines.family import Checkpoint, Family, Pipeline
-from safelight.platforms import platform_named, probe_machine, torch_device
+from safelight.attention.select import found_backends
+from safelight.config import Settings, as_settings
+from safelight.errors import GenerationError
+from safelight.pipelines import Checkpoint, Pipeline
+from safelight.planning import (
+    DEMO_NAME,
+    Sources,
+    check_model,
+    chosen_dtype,
+    preference_sources,
+    request_sources,
+)
+from safelight.platforms import torch_device
 from safelight.platforms.facts import MachineFacts
-from safelight.request import Output, Progress, Request, Result, parse_fps
-from safelight.weights.hub import resolve_model
-from safelight.weights.model_index import read_model_index
+from safelight.request import Output, Progress, Request, Result, draw_seed, parse_fps
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
+    from safelight.attention.runtime import LoadedPlan
     from safelight.sampling.denoise import StepState
 
-DEMO = Path(__file__).parent / "demo" / "checkpoint"
-DEMO_NAME = "demo"
-
 Report = Callable[[Progress], None]
-
-
-def check_model(model: str | Path | None) -> Checkpoint:
-    """Read a model's configurations and file headers; None is the demo. Imports no torch.
-
-    Raises CheckpointError for everything that can be seen without loading weights.
-    """
-    folder = DEMO if model is None else resolve_model(model)
-    index = read_model_index(folder)
-    families = declarations("safelight.pipelines", "FAMILY", "safelight.models", besides=("family", "wan")).declarations
-    by_class: dict[str, Family] = {family.class_name: family for family in families}
-    if index.class_name not in by_class:
-        raise CheckpointError(
-            f"{index.path}: _class_name is {index.class_name}; the pipelines are {', '.join(sorted(by_class))}",
-            allowed=sorted(by_class),
-        )
-    return by_class[index.class_name].open(index)
 
 
 class Engine:
@@ -61,17 +46,17 @@ class Engine:
         checkpoint: Checkpoint,
         machine: MachineFacts,
         dtype: str,
-        preferences: Sequence[Sequence[BackendPreference]],
+        sources: Sources,
         backends: Mapping[str, AttentionBackend],
     ) -> None:
         self.model = model
         self.machine = machine
         self.dtype = dtype
         self._checkpoint = checkpoint
-        self._preferences = preferences
+        self._sources = sources
         self._backends = backends
-        self._plans: dict[tuple[tuple[str, str], ...], AttentionPlan] = {}
-        self._bound: AttentionPlan | None = None
+        self._loaded: dict[Sources, LoadedPlan] = {}
+        self._bound: LoadedPlan | None = None
         self._pipeline: Pipeline | None = None
         self._lock = threading.Lock()
 
@@ -84,46 +69,41 @@ class Engine:
         attention_source: str = "`attention` argument",
         device: str | None = None,
         dtype: str | None = None,
-        settings: Settings | None = None,
+        settings: Settings | Mapping[str, Any] | None = None,
         report: Report | None = None,
     ) -> Self:
         """Open a model: a folder in diffusers' layout, a hub id, or None for the demo.
 
         `attention` names backends ("sdpa", or {"transformer.self": "sdpa"}); `device` is a platform's name ("cuda",
         "cuda:1", "cpu"), None the best there is; `dtype` "float32", "bfloat16" or "float16", None the platform's own.
-        `settings` are used where an argument is None. Everything is checked, the attention plan included, before any
-        weight is loaded. Raises RequestError, CheckpointError and SelectionError.
+        `settings` are used where an argument is None; a plain mapping can't say who set its values, so the attention in
+        it is only preferred (S2). Everything is checked, the attention plan is made and its kernels loaded, before any
+        weight is. Raises RequestError, CheckpointError and SelectionError.
         """
-        settings = settings or Settings()
+        settings = as_settings(settings or Settings())
         started_s = time.monotonic()
         model = model if model is not None else (settings.model.value if settings.model else None)
         checkpoint = check_model(model)
         asked_device, source = device, None
         if device is None and settings.device is not None:
             asked_device, source = settings.device.value, settings.device.source
-        machine = probe_machine(asked_device, source=source)
-        if dtype is None:
-            dtype = settings.dtype.value if settings.dtype else platform_named(machine.platform).default_dtype(machine)
-        if dtype not in DTYPES:
-            raise RequestError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-        given = {"": attention} if isinstance(attention, str) else dict(attention or {})
+        sources = preference_sources(argument=attention, argument_source=attention_source, settings=settings)
+        backends = found_backends()
+        machine = this_machine(backends, asked_device, source=source)
         engine = cls(
             model=DEMO_NAME if model is None else str(model),
             checkpoint=checkpoint,
             machine=machine,
-            dtype=dtype,
-            preferences=(
-                _explicit(attention_choices(given, attention_source)),
-                _explicit(settings.attention),
-            ),
-            backends=declared_backends(),
+            dtype=chosen_dtype(dtype, settings, machine),
+            sources=sources,
+            backends={backend.name: backend for backend in backends.declarations},
         )
         engine.plan()
 
         def loaded(step: int, num_steps: int) -> None:
             _tell(report, "load", step, num_steps, started_s)
 
-        engine._pipeline = checkpoint.load(dtype, torch_device(machine, asked_device), loaded)
+        engine._pipeline = checkpoint.load(engine.dtype, torch_device(machine, asked_device), loaded)
         return engine
 
     def resolve(self, request: Request) -> Request:
@@ -133,19 +113,27 @@ class Engine:
         """
         resolved = self._checkpoint.resolve(request)
         if resolved.seed is None:
-            resolved = resolved.replace(seed=secrets.randbits(32))
+            resolved = resolved.replace(seed=draw_seed())
         self.plan(resolved)
         return resolved
 
     def plan(self, request: Request | None = None) -> AttentionPlan:
-        """The attention plan for a request, or for one that prefers nothing of its own."""
-        asked = {} if request is None else dict(request.attention)
-        key = tuple(sorted(asked.items()))
-        if key not in self._plans:
-            sources = (_explicit(attention_choices(asked, "the request")), *self._preferences)
+        """The attention plan for a request, or for one that prefers nothing of its own. Its kernels are loaded."""
+        return self._load_plan(request).plan
+
+    def _load_plan(self, request: Request | None) -> "LoadedPlan":
+        from safelight.attention.runtime import load_plan
+
+        sources = request_sources({} if request is None else request.attention, self._sources)
+        if sources not in self._loaded:
             groups = self._checkpoint.layer_groups(self.dtype)
-            self._plans[key] = build_plan(groups, self.machine, sources, self._backends)
-        return self._plans[key]
+
+            def plan_for(machine: MachineFacts) -> AttentionPlan:
+                return build_plan(groups, machine, sources, self._backends, runs_here=True)
+
+            self._loaded[sources] = load_plan(plan_for, self.machine, self._backends)
+            self.machine = self._loaded[sources].plan.machine  # which knows now what couldn't be loaded
+        return self._loaded[sources]
 
     @overload
     def generate(self, request: Request | str, *, report: Report | None = None, **fields: Any) -> Result: ...
@@ -175,39 +163,39 @@ class Engine:
         from safelight.sampling.noise import output_seeds
 
         request = self.resolve(request)
-        plan = self.plan(request)
+        loaded = self._load_plan(request)
         pipeline = self._pipeline
         assert pipeline is not None, "from_pretrained loads the pipeline"
         assert request.seed is not None and request.fps is not None
         seeds = output_seeds(request.seed, request.num_outputs)
-        run = _Run(pipeline, request, plan, self.dtype, report)
+        run = _Run(pipeline, request, loaded.plan, self.dtype, report)
         with self._lock, torch.inference_mode():
             run.check_cancelled()
-            self._bind(plan)
+            self._bind(loaded)
             text, warnings = run.encode()
             latents = run.denoise(text, seeds)
             frames = run.decode(latents)
         return Result(
             outputs=tuple(
-                Output(frames=clip, seed=seed, fps=request.fps) for clip, seed in zip(frames, seeds, strict=True)
+                Output.from_frames(clip, seed=seed, fps=request.fps) for clip, seed in zip(frames, seeds, strict=True)
             ),
-            plan=plan,
+            plan=loaded.plan,
             request=request.replace(cancel=None),
             model=self.model,
             timings_s={name: round(seconds, 6) for name, seconds in run.timings_s.items()},
             warnings=(*self._checkpoint.warnings(request), *warnings),
         )
 
-    def _bind(self, plan: AttentionPlan) -> None:
+    def _bind(self, loaded: "LoadedPlan") -> None:
         """Give every attention layer the kernel that the plan names for it."""
         from safelight.attention.runtime import bind
 
         assert self._pipeline is not None
-        if plan is not self._bound:
+        if loaded is not self._bound:
             self._bound = None  # until all of them are
             for component, module in self._pipeline.modules.items():
-                bind(component, module, plan, self._backends)
-            self._bound = plan
+                bind(component, module, loaded)
+            self._bound = loaded
 
 
 class _Run:
@@ -299,15 +287,10 @@ class _Run:
         return GenerationError(f"{what} ({'; '.join(lines)}, dtype {self.dtype}); {remedy}", plan=lines, **where)
 
 
-def _explicit(choices: Sequence[AttentionChoice]) -> tuple[BackendPreference, ...]:
-    """What a person chose, as preferences."""
-    return tuple(BackendPreference(choice.backend, choice.source, True, choice.names) for choice in choices)
-
-
 def _as_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords as a person writes them, as Request's fields: fps may be a number, attention a name."""
     converted = dict(fields)
-    if isinstance(converted.get("fps"), int | float | str) and not isinstance(converted["fps"], Fraction):
+    if isinstance(converted.get("fps"), int | float | str):
         converted["fps"] = parse_fps(converted["fps"])
     if isinstance(converted.get("attention"), str):
         converted["attention"] = {"": converted["attention"]}

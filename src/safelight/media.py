@@ -109,8 +109,8 @@ def save_result(result: Result, path: Path | None, *, overwrite: bool = False, d
 def read_metadata(path: Path) -> dict[str, Any]:
     """The document inside a PNG or MP4 that Safelight wrote, with the file's present path as its output's path.
 
-    Its keys are "safelight" (the version that wrote it), and from Result.to_json() "outputs" (this one), "plan",
-    "request" and "warnings". Raises RequestError for a file that can't be read or has no such document.
+    Its keys are "safelight" (the version that wrote it), and from Result.to_json() "model", "outputs" (this one),
+    "plan", "request" and "warnings". Raises RequestError for a file that can't be read or has no such document.
     """
     remedy = "give a PNG or MP4 as safelight wrote it"
     try:
@@ -231,7 +231,7 @@ def _document(result: Result, output: Output) -> str:
     )
     document = {METADATA_KEY: __version__, **alone.to_json()}
     del document["timings_s"]
-    # ASCII, with \u escapes: any text survives every reader, half surrogate pairs and NUL included.
+    # ASCII, with \u escapes: any text survives every reader, NUL included.
     return json.dumps(document, separators=(",", ":"))
 
 

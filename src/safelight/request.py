@@ -2,14 +2,15 @@
 
 import dataclasses
 import re
+import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from safelight.errors import Cancelled, RequestError
+from safelight.errors import Cancelled, OutputError, RequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,7 +69,7 @@ class Request:
     def __post_init__(self) -> None:
         problems = _problems(self)
         if problems:
-            raise RequestError("; ".join(problems), fields=[problem.split(" ", 1)[0] for problem in problems])
+            raise request_error(problems)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
@@ -116,6 +117,10 @@ def _problems(request: Request) -> list[str]:
         problems.append("prompt is empty; say what to generate")
     if request.negative_prompt is not None and not isinstance(request.negative_prompt, str):
         problems.append(f"negative_prompt is {request.negative_prompt!r}; it must be text")
+    for name in ("prompt", "negative_prompt"):
+        text = getattr(request, name)
+        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+            problems.append(f"{name} holds half of a character (a lone surrogate); it must be valid Unicode text")
     whole("width", 1)
     whole("height", 1)
     whole("num_frames", 1)
@@ -133,6 +138,17 @@ def _problems(request: Request) -> list[str]:
     if not isinstance(named, Mapping) or not all(isinstance(part, str) for pair in named.items() for part in pair):
         problems.append(f'attention is {named!r}; it must map names to backends, as in {{"transformer.self": "sdpa"}}')
     return problems
+
+
+def request_error(problems: Sequence[str]) -> RequestError:
+    """One error for everything wrong with a request; each problem begins with its field's name: "width is 60; ..."."""
+    fields = [problem.split(" ", 1)[0] for problem in problems]
+    return RequestError("; ".join(problems), fields=fields, problems=list(problems))
+
+
+def draw_seed() -> int:
+    """A random seed, short enough to be read out and typed again; a given one can be anything below 2**63."""
+    return secrets.randbits(32)
 
 
 def parse_fps(text: str | int | float) -> Fraction:
@@ -175,27 +191,29 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """One generated clip. `frames` is uint8 [frames, height, width, 3]; `path` is None until it is saved."""
+    """One generated clip. `path` is None until it is saved, `pixels` None where it was read from JSON."""
 
-    frames: "NDArray[np.uint8]" = field(repr=False, compare=False)
     seed: int
+    num_frames: int
+    height: int
+    width: int
     fps: Fraction
     path: Path | None = None
+    pixels: "NDArray[np.uint8] | None" = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def from_frames(cls, frames: "NDArray[np.uint8]", *, seed: int, fps: Fraction) -> Self:
+        """The clip of these frames, uint8 [frames, height, width, 3]."""
+        num_frames, height, width, _ = frames.shape
+        return cls(seed=seed, num_frames=num_frames, height=height, width=width, fps=fps, pixels=frames)
 
     @property
-    def num_frames(self) -> int:
-        """How many frames; one is a still."""
-        return int(self.frames.shape[0])
-
-    @property
-    def height(self) -> int:
-        """Pixels from top to bottom."""
-        return int(self.frames.shape[1])
-
-    @property
-    def width(self) -> int:
-        """Pixels from left to right."""
-        return int(self.frames.shape[2])
+    def frames(self) -> "NDArray[np.uint8]":
+        """The frames, uint8 [frames, height, width, 3]; one is a still. OutputError where JSON left them behind."""
+        if self.pixels is None:
+            where = "it was never saved" if self.path is None else f"read them from {self.path}"
+            raise OutputError(f"the output of seed {self.seed} comes from JSON, which holds no pixels; {where}")
+        return self.pixels
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the pixels."""
@@ -207,6 +225,12 @@ class Output:
             "num_frames": self.num_frames,
             "fps": float(self.fps),
         }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], *, fps: Fraction | None = None) -> Self:
+        """Rebuild from `to_json` data. `fps` is the exact rate, where it is known; the data has it as a number."""
+        exact = Fraction(data["fps"]) if fps is None else fps
+        return cls(**{**data, "path": None if data["path"] is None else Path(data["path"]), "fps": exact})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,10 +252,26 @@ class Result:
         return {
             "outputs": [output.to_json() for output in self.outputs],
             "plan": self.plan.to_json(),
-            "request": {"model": self.model, **self.request.to_json()},
+            "request": self.request.to_json(),
             "timings_s": dict(self.timings_s),
             "warnings": list(self.warnings),
+            "model": self.model,
         }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild from `to_json` data; the outputs have no pixels."""
+        from safelight.attention.plan import AttentionPlan
+
+        request = Request.from_json(data["request"])
+        return cls(
+            outputs=tuple(Output.from_json(output, fps=request.fps) for output in data["outputs"]),
+            plan=AttentionPlan.from_json(data["plan"]),
+            request=request,
+            model=data["model"],
+            timings_s=dict(data["timings_s"]),
+            warnings=tuple(data["warnings"]),
+        )
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> "Result":
         """Write every output, and return the result with their paths.

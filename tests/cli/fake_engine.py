@@ -10,9 +10,9 @@ from safelight.attention.plan import AttentionPlan, PlannedLayer
 from safelight.attention.requirements import AttentionRequirements
 from safelight.attention.select import Selection, Verdict
 from safelight.cli import explain, generate
-from safelight.errors import CheckpointError, RequestError
+from safelight.errors import CheckpointError
 from safelight.platforms.facts import DeviceFacts, MachineFacts
-from safelight.request import SEED_LIMIT, Output, Progress, Request, Result
+from safelight.request import SEED_LIMIT, Output, Progress, Request, Result, request_error
 
 MACHINE = MachineFacts(
     platform="cpu", devices=(DeviceFacts(arch="cpu-avx2", name="a processor"),), torch_version="2.13.0"
@@ -43,7 +43,7 @@ class FakeCheckpoint:
         sides = {"width": request.width, "height": request.height}
         wrong = [f"{name} is {side}; it must be a multiple of 8" for name, side in sides.items() if side % 8]
         if wrong:
-            raise RequestError("; ".join(wrong))
+            raise request_error(wrong)
         return request
 
 
@@ -84,8 +84,8 @@ class FakeEngine:
             request.cancel.raise_if_cancelled()
         report(Progress(stage="decode", step=1, num_steps=1, elapsed_s=0.0))
         outputs = tuple(
-            Output(
-                frames=np.full((request.num_frames, request.height, request.width, 3), 40 * (index + 1), np.uint8),
+            Output.from_frames(
+                np.full((request.num_frames, request.height, request.width, 3), 40 * (index + 1), np.uint8),
                 seed=(request.seed + index) % SEED_LIMIT,
                 fps=request.fps,
             )

@@ -239,8 +239,8 @@ def test_the_model_is_the_one_asked_for_then_the_one_set_outside(safelight, engi
         (["a cat", "--seed"], "--seed needs a value: --seed N"),
         (["a cat", "--negative", "-blur"], "is written --negative=VALUE"),
         (["a cat", "--json=yes"], "--json takes no value"),
-        (["a \udcff cat"], "PROMPT is 'a \\udcff cat'; it isn't valid utf-8 text"),
-        (["a cat", "--negative", "\udcff"], "--negative is '\\udcff'; it isn't valid utf-8 text"),
+        (["a \udcff cat"], "PROMPT holds half of a character (a lone surrogate)"),
+        (["a cat", "--negative", "\udcff"], "--negative holds half of a character (a lone surrogate)"),
     ],
 )
 def test_a_malformed_command_line_is_refused(safelight, engine, arguments, message):

@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from safelight.engine import DEMO, Engine
+from safelight.engine import Engine
 from safelight.errors import CheckpointError
 from safelight.models.wan import WanTransformer
-from safelight.pipelines.wan import TEXT_LENGTH, WanPipeline
+from safelight.pipelines.wan.pipeline import TEXT_LENGTH, WanPipeline
+from safelight.planning import DEMO
 from safelight.request import Request
 from tests.wan_reference import (
     bind_sdpa,

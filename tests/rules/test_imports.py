@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sampling", "weights", "distributed"),
     ("models",),
     ("pipelines",),
+    ("planning",),
     ("engine",),
     ("cli", "server", "demo", "__main__"),
 )
@@ -26,16 +27,15 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 # Neighbours on one layer that may import each other.
 NEIGHBOURS = {
-    ("catalog", "errors"): "a plug-in that fails to load is described by an error",
     ("media", "naming"): "a media file is written under a free name",
     ("media", "request"): "a media file is written from a Result",
     ("request", "media"): "Result.save writes media files, and imports the writer only then",
     ("__main__", "cli"): "python -m safelight is the command",
 }
 
-# A higher layer's class in an annotation: nothing runs, but each is a decision.
-TYPE_ONLY = {
-    ("safelight.request", "safelight.attention.plan"): "a Result carries the plan that ran",
+# A higher layer's class, in an annotation or where it is first used, never at module top: each is a decision.
+UPWARD = {
+    ("safelight.request", "safelight.attention.plan"): "a Result carries the plan that ran, and reads it from JSON",
 }
 
 # What may be imported at module top: numbers and tensors anywhere that isn't promised to be torch-free (test_lazy.py),
@@ -72,7 +72,7 @@ def direction_problem(module: Module, target: str, line: int, when: str) -> str 
     assert above in RANK, f"{where}: safelight.{above} has no layer; give it one in LAYERS"
     if above == module.part or RANK[above] < RANK[module.part]:
         return None
-    if (module.part, above) in NEIGHBOURS or (when == "types" and (module.name, target) in TYPE_ONLY):
+    if (module.part, above) in NEIGHBOURS or (when != "top" and (module.name, target) in UPWARD):
         return None
     return f"{where}: {module.part} is below or beside {above}, and imports {target}"
 
@@ -107,7 +107,7 @@ def test_every_allowance_is_used() -> None:
     everything = [(module, item) for module in ALL for item in module.imports]
     parts = {(module.part, item.target.split(".")[1]) for module, item in everything if "safelight." in item.target}
     assert {pair for pair in NEIGHBOURS if pair[0] in {module.part for module in ALL}} <= parts
-    assert set(TYPE_ONLY) <= {(module.name, item.target) for module, item in everything if item.when == "types"}
+    assert set(UPWARD) <= {(module.name, item.target) for module, item in everything if item.when != "top"}
     assert set(TOP_LEVEL_IN) <= {(module.part, item.distribution) for module, item in everything if item.when == "top"}
 
 

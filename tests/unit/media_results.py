@@ -24,7 +24,6 @@ LONG_PROMPTS = {
     "windows": 'C:\\con <>:"|?*.',
     "control": "a\0b\nc\td\x1b[31m\u202e",
     "dots": "...",
-    "half-pair": "a \ud83d b",
     "variation": "\ufe0f\u200d",
     "hindi": "लाल वृत्त",
 }
@@ -58,7 +57,7 @@ def result_of(
         seed=seed,
         num_outputs=len(clips),
     )
-    outputs = tuple(Output(frames=clip, seed=(seed + index) % 2**63, fps=fps) for index, clip in enumerate(clips))
+    outputs = tuple(Output.from_frames(clip, seed=(seed + index) % 2**63, fps=fps) for index, clip in enumerate(clips))
     result = Result(outputs=outputs, plan=Plan(), request=request, model="tiny", timings_s={"denoise": 1.5})  # type: ignore[arg-type]
     return dataclasses.replace(result, **changes)
 
@@ -102,7 +101,7 @@ class Plan:
         return {{}}
 
 def result_of(frames):
-    outputs = (Output(frames=frames, seed=7, fps=Fraction(16)),)
+    outputs = (Output.from_frames(frames, seed=7, fps=Fraction(16)),)
     request = Request(prompt={PROMPT!r}, seed=7, fps=Fraction(16))
     return Result(outputs=outputs, plan=Plan(), request=request, model="tiny", timings_s={{}})
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from safelight.catalog import LoadFailure, built_in, cause_of, declarations
-from safelight.errors import SafelightError
 
 THING = "class Thing:\n    def __init__(self, name):\n        self.name = name\n"
 
@@ -135,23 +134,36 @@ def test_cancelling_is_not_a_broken_plugin(site):
         found()
 
 
-def test_a_name_declared_twice_names_both(site):
+def test_a_plugin_with_a_built_in_name_is_a_failure_that_says_whose(site):
     site.write("acme.py", "from shelf_thing import Thing\nONE = Thing('c')\n")
     site.install("acme-kernels", "one = acme:ONE")
-    with pytest.raises(SafelightError) as caught:
-        found()
-    assert caught.value.message == (
-        "THING 'c' is declared twice: by shelf.c and by the entry point one = acme:ONE of acme-kernels 1.0; "
-        "uninstall or rename one of them"
-    )
+    declared, (failure,) = found()
+    assert [thing.name for thing in declared] == ["b", "c"]
+    assert failure.cause == "it claims the name 'c', which is that of shelf.c"
+    assert failure.origin == "one = acme:ONE of acme-kernels 1.0"
 
 
-def test_two_plugins_with_one_name(site):
+def test_of_two_plugins_with_one_name_the_first_counts(site):
     site.write("acme.py", "from shelf_thing import Thing\nONE = Thing('x')\n")
     site.write("bolt.py", "from shelf_thing import Thing\nONE = Thing('x')\n")
-    site.install("acme", "one = acme:ONE")
     site.install("bolt", "one = bolt:ONE")
-    with pytest.raises(SafelightError, match=r"acme:ONE of acme 1\.0 and by the entry point one = bolt:ONE of bolt"):
+    site.install("acme", "one = acme:ONE")
+    declared, (failure,) = found()
+    assert [thing.name for thing in declared] == ["b", "c", "x"]
+    assert failure.cause == "it claims the name 'x', which is that of the entry point one = acme:ONE of acme 1.0"
+
+
+def test_other_names_that_a_declaration_has_count_too(site):
+    site.write("acme.py", "from shelf_thing import Thing\nONE = Thing('x')\nTWO = Thing('y')\n")
+    site.install("acme", "one = acme:ONE", "two = acme:TWO")
+    declared, (failure,) = found(names=lambda thing: (thing.name, "c" if thing.name == "y" else thing.name + "2"))
+    assert [thing.name for thing in declared] == ["b", "c", "x"]
+    assert (failure.name, failure.cause) == ("two", "it claims the name 'c', which is that of shelf.c")
+
+
+def test_a_name_declared_twice_in_the_package_is_our_bug(site):
+    site.write("shelf/d.py", "from shelf_thing import Thing\nTHING = Thing('c')\n")
+    with pytest.raises(AssertionError, match=r"THING c is declared by shelf\.c and by shelf\.d"):
         found()
 
 

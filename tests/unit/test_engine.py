@@ -20,7 +20,7 @@ from safelight.errors import (
     RequestError,
     SelectionError,
 )
-from safelight.pipelines.wan import WanPipeline
+from safelight.pipelines.wan.pipeline import WanPipeline
 from safelight.request import CancelToken, Progress, Request, Result
 from tests.wan_reference import (
     edit_json,

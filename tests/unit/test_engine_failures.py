@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from safelight.engine import DEMO, Engine
+from safelight.engine import Engine
 from safelight.errors import CheckpointError, GenerationError, RequestError, error_from_json
+from safelight.planning import DEMO
 from safelight.request import Result
 from tests.wan_reference import copy_checkpoint, edit_json, edit_weights, write_checkpoint
 

@@ -25,7 +25,7 @@ def first_latents(engine: Engine, **fields: object) -> torch.Tensor:
     request = engine.resolve(Request(prompt="a red circle", num_steps=1, seed=5, **fields))  # type: ignore[arg-type]
     pipeline = engine._pipeline
     assert pipeline is not None
-    engine._bind(engine.plan(request))
+    engine._bind(engine._load_plan(request))
     with torch.inference_mode():
         text, _ = pipeline.encode(request)
         return next(iter(pipeline.denoise(request, text, [5]))).latents

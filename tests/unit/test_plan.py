@@ -26,7 +26,8 @@ GROUPS = (
     LayerGroup(requirements=SELF, count=30),
     LayerGroup(requirements=CROSS, count=30),
 )
-BACKENDS = declared_backends() | {
+BACKENDS = {
+    "sdpa": declared_backends()["sdpa"],
     "sliding": AttentionBackend(name="sliding", summary="made up", load=None, is_sparse=True, aliases=("slide",)),
 }
 
@@ -126,12 +127,17 @@ def test_plans_compare_by_value() -> None:
     assert plan != plan.replace(layers=(unlike, *plan.layers[1:])), "what was considered is part of a plan"
 
 
-def test_backend_for_looks_a_layer_up() -> None:
-    plan = plan_for([flag("sliding")])
-    assert plan.backend_for(SELF) == "sliding"
-    assert plan.backend_for(CROSS) == "sdpa"
-    with pytest.raises(KeyError):
-        plan.backend_for(SELF.replace(head_dim=128))
+def test_layers_with_equal_requirements_may_differ_in_their_scope() -> None:
+    limited = LayerGroup(requirements=CROSS, count=2, supported=frozenset({"sdpa"}))
+    plan = plan_for([flag("auto")], groups=[LayerGroup(requirements=CROSS, count=3), limited])
+    assert [layer.supported for layer in plan.layers] == [None, frozenset({"sdpa"})]
+    assert AttentionPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_a_kind_of_layer_stands_in_one_group() -> None:
+    group = LayerGroup(requirements=SELF, count=1)
+    with pytest.raises(AssertionError, match="are one group"):
+        plan_for([], groups=[group, group])
 
 
 # S3: a component or role that the model doesn't have
@@ -193,4 +199,4 @@ def test_a_layers_own_set_is_kept() -> None:
     groups = (LayerGroup(requirements=SELF, count=1, supported=frozenset({"sliding"})),)
     with pytest.raises(BackendNotSupportedError, match="not supported by this attention layer"):
         plan_for([flag("sdpa")], groups=groups)
-    assert plan_for([flag("sliding")], groups=groups).backend_for(SELF) == "sliding"
+    assert plan_for([flag("sliding")], groups=groups).layers[0].selection.backend == "sliding"

@@ -1,5 +1,6 @@
 """What crosses the engine's border: which requests are refused, and that everything survives JSON."""
 
+import dataclasses
 import json
 import threading
 from fractions import Fraction
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safelight.attention import AttentionRequirements, LayerGroup, build_plan, declared_backends
-from safelight.errors import Cancelled, RequestError
+from safelight.errors import Cancelled, OutputError, RequestError
 from safelight.platforms import load_machine
 from safelight.request import SEED_LIMIT, CancelToken, Output, Progress, Request, Result, parse_fps
 
@@ -298,7 +299,8 @@ def result_of(*outputs):
 
 def output(seed, path=None):
     frames = np.zeros((5, 48, 64, 3), np.uint8)
-    return Output(frames=frames, seed=seed, fps=Fraction(24000, 1001), path=path)
+    made = Output.from_frames(frames, seed=seed, fps=Fraction(24000, 1001))
+    return dataclasses.replace(made, path=path)
 
 
 def test_an_output_knows_its_size() -> None:
@@ -306,10 +308,35 @@ def test_an_output_knows_its_size() -> None:
     assert (made.num_frames, made.height, made.width) == (5, 48, 64)
 
 
+def test_a_result_comes_back_from_json_without_its_pixels() -> None:
+    result = result_of(output(2**63 - 1, Path("circle-0.mp4")), output(0))
+    back = Result.from_json(json.loads(json.dumps(result.to_json())))
+    assert back == result
+    assert back.outputs[0].fps == Fraction(24000, 1001)
+    assert Request.from_json(back.to_json()["request"]) == result.request
+    with pytest.raises(OutputError, match=r"holds no pixels; read them from circle-0\.mp4"):
+        _ = back.outputs[0].frames
+    with pytest.raises(OutputError, match="it was never saved"):
+        _ = back.outputs[1].frames
+
+
+def test_an_output_s_frame_rate_alone_comes_back_as_its_number() -> None:
+    data = {**output(3).to_json(), "fps": 12.5}
+    assert Output.from_json(data).fps == Fraction(25, 2)
+
+
+@pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
+def test_half_a_character_is_refused(field) -> None:
+    with pytest.raises(RequestError) as caught:
+        Request(**{"prompt": PROMPT, field: "a \ud83d cat"})
+    assert caught.value.details["fields"] == [field]
+    assert caught.value.message.startswith(f"{field} holds half of a character")
+
+
 def test_the_public_json_of_a_result() -> None:
     result = result_of(output(2**63 - 1, Path("circle-0.mp4")), output(0))
     data = json.loads(json.dumps(result.to_json()))
-    assert list(data) == ["outputs", "plan", "request", "timings_s", "warnings"]
+    assert list(data) == ["outputs", "plan", "request", "timings_s", "warnings", "model"]
     assert data["outputs"] == [
         {
             "path": "circle-0.mp4",
@@ -323,14 +350,14 @@ def test_the_public_json_of_a_result() -> None:
     ]
     assert data["plan"] == result.plan.to_json()
     assert data["plan"]["layers"][0]["backend"] == "sdpa"
-    assert data["request"] == {"model": "demo", **result.request.to_json()}
+    assert data["model"] == "demo"
+    assert data["request"] == result.request.to_json()
     assert data["timings_s"] == {"encode": 0.25, "denoise": 1.5, "decode": 0.5}
     assert data["warnings"] == ["the prompt has 3 tokens more than the model's 512; they were cut"]
 
 
 def test_the_request_of_a_result_makes_it_again() -> None:
     data = json.loads(json.dumps(result_of(output(7)).to_json()))["request"]
-    assert data.pop("model") == "demo"
     assert Request.from_json(data) == result_of().request
 
 

@@ -6,12 +6,24 @@ import pytest
 import torch
 from torch import nn
 
-from safelight.attention import AttentionBackend, AttentionRequirements, LayerGroup, Layout, build_plan, select
+from safelight.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    AttentionRequirements,
+    BackendPreference,
+    LayerGroup,
+    Layout,
+    PlannedLayer,
+    build_plan,
+    select,
+    select_backend,
+)
 from safelight.attention.backends.sdpa import BACKEND as SDPA
 from safelight.attention.layer import Attention
-from safelight.attention.runtime import bind
+from safelight.attention.runtime import bind, load_plan
 from safelight.errors import BackendUnavailableError, KernelError, error_from_json
-from safelight.platforms import load_machine
+from safelight.platforms import PackageFacts, load_machine
+from safelight.platforms.packages import Package
 
 SELF = AttentionRequirements(head_dim=8, dtype="float32", num_heads=2, num_kv_heads=2)
 CROSS = SELF.replace(role="cross", scale=0.5)
@@ -45,14 +57,18 @@ def made_up(load):
     )
 
 
-def plan_with(backend, *requirements):
-    groups = [LayerGroup(requirements=need, count=1) for need in requirements]
-    return build_plan(groups, load_machine("cpu-avx2"), (), {backend.name: backend})
+def loaded_with(backend, *requirements, count=2, component="transformer"):
+    groups = [LayerGroup(requirements=need.replace(component=component), count=count) for need in requirements]
+    backends = {backend.name: backend}
+    return load_plan(lambda machine: build_plan(groups, machine, (), backends), load_machine("cpu-avx2"), backends)
 
 
 def bound(load, component="transformer"):
-    backend, model = made_up(load), Model()
-    bind(component, model, plan_with(backend, SELF, CROSS), {backend.name: backend})
+    model = Model()
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.requirements = layer.requirements.replace(component=component)
+    bind(component, model, loaded_with(made_up(load), SELF, CROSS, component=component))
     return model
 
 
@@ -95,16 +111,16 @@ def test_layers_are_named_and_know_their_backend() -> None:
 
 
 def test_a_model_that_is_one_layer_has_the_components_name() -> None:
-    backend, layer = made_up(numbered([])), Attention(SELF)
+    layer = Attention(SELF.replace(component="vae"))
     assert not layer.accepts("none")
-    bind("vae", layer, plan_with(backend, SELF), {backend.name: backend})
+    bind("vae", layer, loaded_with(made_up(numbered([])), SELF, count=1, component="vae"))
     assert layer.name == "vae"
 
 
 def test_the_kernel_gets_what_the_requirements_say() -> None:
     loaded = []
-    backend, layer = made_up(numbered(loaded)), Attention(CROSS.replace(causal=True))
-    bind("transformer", layer, plan_with(backend, layer.requirements), {backend.name: backend})
+    layer = Attention(CROSS.replace(causal=True))
+    bind("transformer", layer, loaded_with(made_up(numbered(loaded)), layer.requirements, count=1))
     q, k, mask, layout = torch.zeros(1, 3, 2, 8), torch.zeros(1, 5, 2, 8), torch.zeros(1, 1, 1, 5), Layout(step=4)
     assert layer(q, k, k, mask=mask, layout=layout) is q
     assert loaded[0][1] == [((1, 5, 2, 8), 0.5, True, mask, layout)]
@@ -112,7 +128,7 @@ def test_the_kernel_gets_what_the_requirements_say() -> None:
 
 def test_binding_again_changes_the_kernels() -> None:
     model = bound(numbered([]))
-    bind("transformer", model, plan_with(SDPA, SELF, CROSS), {"sdpa": SDPA})
+    bind("transformer", model, loaded_with(SDPA, SELF, CROSS))
     assert {layer.backend.name for layer in model.modules() if isinstance(layer, Attention)} == {"sdpa"}
     assert model(torch.ones(1, 3, 2, 8), torch.ones(1, 5, 2, 8)).shape == (1, 3, 2, 8)
 
@@ -124,9 +140,29 @@ def test_a_layer_without_a_kernel_is_our_mistake() -> None:
 
 
 def test_a_layer_that_the_plan_does_not_have_is_our_mistake() -> None:
-    backend = made_up(numbered([]))
-    with pytest.raises(KeyError):
-        bind("transformer", Model(), plan_with(backend, SELF), {backend.name: backend})
+    with pytest.raises(AssertionError, match=r"transformer\.blocks\.0\.attn2: the plan has no such layer"):
+        bind("transformer", Model(), loaded_with(made_up(numbered([])), SELF))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_plan_with_another_number_of_layers_is_our_mistake(count) -> None:
+    with pytest.raises(AssertionError, match="transformer has"):
+        bind("transformer", Model(), loaded_with(made_up(numbered([])), SELF, CROSS, count=count))
+
+
+def test_layers_that_differ_in_their_scope_alone_get_their_own_kernels() -> None:
+    one = made_up(numbered([]))
+    other = AttentionBackend(name="other", summary="made up", load=numbered([]), dtypes=one.dtypes)
+    backends = {"made-up": one, "other": other}
+    groups = [
+        LayerGroup(requirements=SELF, count=1),
+        LayerGroup(requirements=SELF, count=1, supported=frozenset({"other"})),
+    ]
+    machine = load_machine("cpu-avx2")
+    loaded = load_plan(lambda machine: build_plan(groups, machine, (), backends), machine, backends)
+    model = nn.ModuleList([Attention(SELF), Attention(SELF, frozenset({"other"}))])
+    bind("transformer", model, loaded)
+    assert [layer.backend.name for layer in model] == ["made-up", "other"]
 
 
 # A kernel that fails
@@ -161,12 +197,12 @@ def test_a_kernel_that_raises_is_an_error_with_component_layer_and_step(error) -
     with pytest.raises(KernelError) as caught:
         model(x, x, layout=Layout(step=7))
     first = str(error).split("\n")[0] or "TypeError"
-    assert caught.value.message == f"attention backend made-up failed in transformer.blocks.1.attn2, step 7: {first}"
+    assert caught.value.message == f"attention backend made-up failed in transformer.blocks.1.attn2, step 8: {first}"
     assert caught.value.__cause__ is error
     assert caught.value.details == {
         "component": "transformer",
         "layer": "transformer.blocks.1.attn2",
-        "step": 7,
+        "step": 8,
         "backend": "made-up",
     }
     assert error_from_json(caught.value.to_json()).to_json() == caught.value.to_json()
@@ -200,6 +236,89 @@ def test_a_kernel_that_cannot_be_loaded_is_named_with_its_cause() -> None:
     )
     assert isinstance(caught.value.__cause__, ImportError)
     assert caught.value.details["cause"] == "ImportError: undefined symbol: _ZN3c104cuda"
+
+
+# A kernel that can't be loaded (S11)
+
+
+def with_package(name, load, **fields):
+    package = Package(key=f"{name}_package", dists=(f"{name}-kernels",), remedy="install it")
+    return AttentionBackend(
+        name=name, summary=name, load=load, package=package, dtypes=frozenset({"float32"}), **fields
+    )
+
+
+def raising(error, loads):
+    def load(requirements):
+        loads.append(requirements.role)
+        raise error
+
+    return load
+
+
+def plan_and_load(backends, *preferences):
+    packages = {backend.package.key: PackageFacts(dist=backend.package.dists[0]) for backend in backends}
+    machine = load_machine("cpu-avx2").replace(packages=packages)
+    by_name = {backend.name: backend for backend in backends} | {"sdpa": SDPA}
+    groups = [LayerGroup(requirements=need, count=1) for need in (SELF, CROSS)]
+
+    def plan_for(machine):
+        return build_plan(groups, machine, [preferences], by_name)
+
+    return load_plan(plan_for, machine, by_name)
+
+
+IMPLICIT = BackendPreference("first", "a platform's habit", False)
+
+
+def test_an_unasked_kernel_that_cannot_be_loaded_is_recorded_and_planned_around() -> None:
+    loads = []
+    loaded = plan_and_load([with_package("first", raising(OSError("libfirst.so: no\nmore"), loads))], IMPLICIT)
+    assert [layer.selection.backend for layer in loaded.plan.layers] == ["sdpa", "sdpa"]
+    assert loaded.plan.machine.packages["first_package"].import_error == "OSError: libfirst.so: no"
+    (refused,) = loaded.plan.layers[0].selection.rejected
+    assert refused.reasons[0].detail == "package first-kernels is broken: OSError: libfirst.so: no"
+    assert loads == ["self"], "a broken package is asked once"
+
+
+def test_a_chosen_kernel_that_cannot_be_loaded_is_an_error_with_the_first_cause() -> None:
+    first = with_package("first", raising(OSError("libfirst.so: no"), []))
+    with pytest.raises(BackendUnavailableError) as caught:
+        plan_and_load([first], BackendPreference("first", "`--attention` flag", True))
+    assert caught.value.details["cause"] == "OSError: libfirst.so: no"
+    assert caught.value.details["package"] == "first_package"
+
+
+def test_a_sparse_choice_s_dense_fallback_may_fall_further() -> None:
+    """The fallback of an explicit choice was asked for by nobody."""
+    sparse = with_package("sparse", lambda requirements: "kernel", is_sparse=True)
+    dense = with_package("dense", raising(ImportError("no"), []))
+    by_name = {"sparse": sparse, "dense": dense, "sdpa": SDPA}
+    packages = {backend.package.key: PackageFacts(dist="p") for backend in (sparse, dense)}
+    wish = BackendPreference("sparse", "`--attention` flag", True)
+
+    def plan_for(machine):
+        selection = select_backend(CROSS, machine, wish, None, by_name, order=("dense", "sdpa"))
+        layer = PlannedLayer(requirements=CROSS, count=1, selection=selection)
+        return AttentionPlan(machine=machine, layers=(layer,))
+
+    loaded = load_plan(plan_for, load_machine("cpu-avx2").replace(packages=packages), by_name)
+    assert [layer.selection.backend for layer in loaded.plan.layers] == ["sdpa"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), KeyboardInterrupt()])
+def test_running_out_of_memory_is_no_broken_package(error) -> None:
+    with pytest.raises(type(error)) as caught:
+        plan_and_load([with_package("first", raising(error, []))], IMPLICIT)
+    assert caught.value is error
+
+
+def test_when_every_package_is_broken_nothing_is_left() -> None:
+    first = with_package("first", raising(ImportError("no"), []))
+    groups = [LayerGroup(requirements=SELF, count=1)]
+    machine = load_machine("cpu-avx2").replace(packages={"first_package": PackageFacts(dist="first-kernels")})
+    with pytest.raises(BackendUnavailableError, match="package first-kernels is broken: ImportError: no"):
+        load_plan(lambda machine: build_plan(groups, machine, (), {"first": first}), machine, {"first": first})
 
 
 # Forward selects nothing

@@ -288,7 +288,7 @@ def test_each_candidate_is_tried_once() -> None:
     [
         (H100, "flash3"),
         (A100, "flash2"),
-        (load_machine("h100"), "sdpa"),
+        (load_machine("h100").replace(packages={}), "sdpa"),
         (MI300X, "sdpa"),
         (MAC, "sdpa"),
         (CPU, "sdpa"),
@@ -344,7 +344,7 @@ def test_a_machine_without_a_device_is_no_crash() -> None:
     ("name", "hint"),
     [
         ("sdpaa", " (did you mean sdpa?)"),
-        ("SDPA", " (did you mean sdpa?)"),
+        ("SDPAA", " (did you mean sdpa?)"),
         ("fa22", " (did you mean fa2?)"),
         ("?", ""),
     ],
@@ -353,6 +353,12 @@ def test_an_unknown_name_has_a_suggestion_and_the_names_there_are(name, hint) ->
     error = refused(BackendNotSupportedError, SELF, CPU, flag(name))
     assert kinds(error) == {name: {"unknown"}}
     assert f"no backend has this name{hint}, there are {', '.join(sorted(BACKENDS))}" in error.message
+
+
+@pytest.mark.parametrize("name", ["sdpa", "SDPA", "native", "Torch_SDPA"])
+def test_aliases_and_capitals_name_the_same_backend(name) -> None:
+    selection = choose(SELF, CPU, flag(name))
+    assert (selection.backend, selection.reason) == ("sdpa", None)
 
 
 def test_the_supported_set_narrows_the_automatic_choice() -> None:
@@ -394,7 +400,7 @@ def test_the_message_of_a_refusal() -> None:
     error = refused(CapabilityError, need, MI300X, flag("flash2", "transformer"))
     assert error.message == (
         "no attention backend for transformer.cross (head_dim 100, bfloat16) on rocm gfx942: flash2 was asked for "
-        "(`--attention` flag). Refused: flash2: package flash-attn is not installed and "
+        "(`--attention` flag). Refused: flash2: package flash-attn is not installed (install it) and "
         "no head_dim 100 (takes multiples of 8 up to 256) and no mask key_padding (takes no mask at all). "
         "These would do: sdpa; pick one with --attention transformer.cross=sdpa."
     )

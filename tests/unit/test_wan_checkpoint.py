@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from safelight.engine import DEMO, check_model
 from safelight.errors import CheckpointError, RequestError
+from safelight.planning import DEMO, check_model
 from safelight.request import Request
 
 

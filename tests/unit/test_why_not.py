@@ -78,7 +78,7 @@ def test_a_verdict_lists_all_reasons() -> None:
     assert reasons == (
         Reason("platform", "runs on mps, rocm, this machine is cuda"),
         Reason("arch", "has code for sm80, this device is sm90"),
-        Reason("package", "package x-kernels is not installed"),
+        Reason("package", "package x-kernels is not installed (install it)"),
         Reason("scope", "not supported by this attention layer"),
         Reason("capability", "no mask bias (takes no mask at all)"),
         Reason("capability", "no LSE"),

@@ -3,6 +3,7 @@
 from safelight.attention.backend import AttentionBackend, AttentionFn, Layout, Reason
 from safelight.attention.plan import AttentionPlan, LayerGroup, PlannedLayer, build_plan
 from safelight.attention.requirements import AttentionRequirements
+from safelight.attention.scope import forced_attention
 from safelight.attention.select import BackendPreference, Selection, Verdict, declared_backends, select_backend
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "Verdict",
     "build_plan",
     "declared_backends",
+    "forced_attention",
     "select_backend",
 ]

@@ -30,7 +30,7 @@ class Layout:
     """Where the tokens are, made once per step: what sparse and packed kernels need.
 
     `grid` is the token grid (t, h, w); `text` the half-open range of text tokens, if joint; `offsets` int32 cumulative
-    lengths of packed documents; `step` and `layer` say where the call stands in the run.
+    lengths of packed documents; `step` and `layer`, from 0, say where the call stands in the run.
     """
 
     grid: tuple[int, int, int] | None = None

@@ -8,11 +8,15 @@ from safelight.errors import KernelError
 
 
 class Attention(nn.Module):
-    """One attention layer's kernel, without parameters. `runtime.bind` fills in `kernel`, `backend` and `name`."""
+    """One attention layer's kernel, without parameters. `runtime.bind` fills in `kernel`, `backend` and `name`.
 
-    def __init__(self, requirements: AttentionRequirements) -> None:
+    `supported` are the only backends that are right here (S10); None means any.
+    """
+
+    def __init__(self, requirements: AttentionRequirements, supported: frozenset[str] | None = None) -> None:
         super().__init__()
         self.requirements = requirements
+        self.supported = supported
         self.kernel: AttentionFn | None = None
         self.backend: AttentionBackend | None = None
         self.name = requirements.component
@@ -42,7 +46,8 @@ class Attention(nn.Module):
             )
         except Exception as error:
             backend = self.backend.name if self.backend else "unnamed"
-            step = layout.step if layout else None
+            # People count steps from 1, as progress and every other error do.
+            step = layout.step + 1 if layout and layout.step is not None else None
             where = self.name if step is None else f"{self.name}, step {step}"
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise KernelError(

@@ -25,15 +25,17 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayer:
-    """A group of layers and the backend that was selected for it."""
+    """A group of layers and the backend that was selected for it. `supported` is the layers' own set (S10)."""
 
     requirements: AttentionRequirements
     count: int
     selection: Selection
+    supported: frozenset[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The public JSON of one plan row."""
         selection = self.selection.to_json()
+        scope = {} if self.supported is None else {"supported": sorted(self.supported)}
         return {
             "component": self.requirements.component,
             "role": self.requirements.role,
@@ -43,6 +45,7 @@ class PlannedLayer:
             "preference": selection["preference"],
             "requirements": self.requirements.to_json(),
             "rejected": selection["rejected"],
+            **scope,
         }
 
     @classmethod
@@ -52,6 +55,7 @@ class PlannedLayer:
             requirements=AttentionRequirements.from_json(data["requirements"]),
             count=data["count"],
             selection=Selection.from_json(data),
+            supported=frozenset(data["supported"]) if "supported" in data else None,
         )
 
 
@@ -61,13 +65,6 @@ class AttentionPlan:
 
     machine: MachineFacts
     layers: tuple[PlannedLayer, ...]
-
-    def backend_for(self, requirements: AttentionRequirements) -> str:
-        """The backend's name for layers with these requirements; KeyError if the plan has none."""
-        for layer in self.layers:
-            if layer.requirements == requirements:
-                return layer.selection.backend
-        raise KeyError(requirements)
 
     def lines(self) -> list[str]:
         """One line per component: "transformer: self x30 sdpa (platform default), cross x30 ..." (S13)."""
@@ -104,19 +101,30 @@ def build_plan(
     machine: MachineFacts,
     sources: Sequence[Sequence[BackendPreference]],
     backends: Mapping[str, AttentionBackend],
+    *,
+    runs_here: bool = False,
 ) -> AttentionPlan:
     """Select for every group. `sources` are the preferences of S1, nearest source first.
 
-    Raises RequestError for a component or role that the model doesn't have, and SelectionError.
+    With `runs_here` the plan is one to run: a backend without an adapter is refused. Raises RequestError for a
+    component or role that the model doesn't have, and SelectionError.
     """
+    kinds = {(group.requirements, group.supported) for group in groups}
+    assert len(kinds) == len(groups), "layers with equal requirements and equal scope are one group"
     _check_names(groups, sources)
     order = platform_named(machine.platform).automatic_order(machine)
     layers = []
     for group in groups:
         preference = preferred(group.requirements, sources)
-        selection = select_backend(group.requirements, machine, preference, group.supported, backends, order=order)
+        selection = select_backend(
+            group.requirements, machine, preference, group.supported, backends, order=order, runs_here=runs_here
+        )
         _check_backend(selection, group, machine, backends)
-        layers.append(PlannedLayer(requirements=group.requirements, count=group.count, selection=selection))
+        layers.append(
+            PlannedLayer(
+                requirements=group.requirements, count=group.count, selection=selection, supported=group.supported
+            )
+        )
     return AttentionPlan(machine=machine, layers=tuple(layers))
 
 

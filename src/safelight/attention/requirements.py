@@ -18,8 +18,10 @@ class AttentionRequirements:
 
     `dtype` is a torch dtype's name ("bfloat16"). `mask` is the strongest mask the layer passes: "key_padding" is bool
     [batch, keys], "dense" bool [batch, heads, queries, keys], "bias" the additive form of it. `scale` None means
-    head_dim ** -0.5. `equal_lengths` says that queries and keys are known to be equally many. An auxiliary layer
-    (text encoder, VAE, refiner) isn't part of the denoising transformer, and a global choice is only a wish there.
+    head_dim ** -0.5. `equal_lengths` says that queries and keys are known to be equally many; `replicated_keys` that
+    every rank of a sequence-parallel run holds all keys and values, so that the layer needs no collective. An auxiliary
+    layer (text encoder, VAE, refiner) isn't part of the denoising transformer, and a global choice is only a wish
+    there.
     """
 
     head_dim: int
@@ -35,6 +37,7 @@ class AttentionRequirements:
     needs_lse: bool = False
     scale: float | None = None
     equal_lengths: bool = False
+    replicated_keys: bool = False
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""

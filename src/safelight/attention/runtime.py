@@ -1,46 +1,106 @@
-"""Binds a plan to a model: gives each Attention layer the kernel of its backend. After that, nothing selects."""
+"""Loads a plan's kernels and binds them to a model: each Attention layer gets its own. After that, nothing selects."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from safelight.attention.backend import AttentionBackend, AttentionFn
 from safelight.attention.layer import Attention
-from safelight.attention.plan import AttentionPlan
+from safelight.attention.plan import AttentionPlan, PlannedLayer
 from safelight.attention.requirements import AttentionRequirements
 from safelight.catalog import BROKEN, cause_of
 from safelight.errors import BackendUnavailableError
+from safelight.platforms.facts import MachineFacts, PackageFacts
+
+# What tells kinds of layers apart: requirements, and the layers' own set of backends.
+Kind = tuple[AttentionRequirements, frozenset[str] | None]
 
 
-def bind(component: str, module: nn.Module, plan: AttentionPlan, backends: Mapping[str, AttentionBackend]) -> None:
-    """Bind every Attention layer inside `module` to the kernel that the plan names for its requirements.
+@dataclass(frozen=True)
+class LoadedPlan:
+    """A plan and its kernels, one for each kind of layer."""
 
-    Layers with equal requirements share one loaded kernel. A layer whose requirements the plan doesn't have is our
-    mistake and asserts. Raises BackendUnavailableError, with the cause, for a kernel that can't be loaded.
+    plan: AttentionPlan
+    kernels: Mapping[Kind, tuple[AttentionBackend, AttentionFn]]
+
+
+def load_plan(
+    plan_for: Callable[[MachineFacts], AttentionPlan],
+    machine: MachineFacts,
+    backends: Mapping[str, AttentionBackend],
+) -> LoadedPlan:
+    """Plan for the machine and load every kernel (S11).
+
+    A kernel that a person asked for and that can't be loaded raises BackendUnavailableError with the cause. One that
+    was taken by itself makes its package broken in the facts, and the plan is made again: the result's
+    `plan.machine` says so. Running out of memory is never taken for a broken package.
     """
-    kernels: dict[AttentionRequirements, tuple[AttentionBackend, AttentionFn]] = {}
+    while True:
+        plan = plan_for(machine)
+        kernels: dict[Kind, tuple[AttentionBackend, AttentionFn]] = {}
+        for layer in plan.layers:
+            backend = backends[layer.selection.backend]
+            assert backend.load is not None, f"{backend.name} was selected to run without an adapter"
+            try:
+                kernels[layer.requirements, layer.supported] = (backend, backend.load(layer.requirements))
+            except torch.OutOfMemoryError:
+                raise
+            except BROKEN as error:
+                if backend.package is None or _is_asked(layer):
+                    raise _cannot_load(backend, layer.requirements, error) from error
+                machine = _with_broken(machine, backend.package.key, cause_of(error))
+                break
+        else:
+            return LoadedPlan(plan, kernels)
+
+
+def bind(component: str, module: nn.Module, loaded: LoadedPlan) -> None:
+    """Give every Attention layer inside `module` the kernel that the plan has for its kind.
+
+    The plan must have exactly the layers that are there: anything else is our mistake and asserts.
+    """
+    planned = {
+        (layer.requirements, layer.supported): layer.count
+        for layer in loaded.plan.layers
+        if layer.requirements.component == component
+    }
+    found: dict[Kind, int] = {}
     for name, layer in module.named_modules():
         if not isinstance(layer, Attention):
             continue
-        requirements = layer.requirements
-        if requirements not in kernels:
-            backend = backends[plan.backend_for(requirements)]
-            kernels[requirements] = (backend, _load(backend, requirements))
-        layer.backend, layer.kernel = kernels[requirements]
+        kind = (layer.requirements, layer.supported)
+        assert kind in planned, f"{component}.{name}: the plan has no such layer: {layer.requirements}"
+        found[kind] = found.get(kind, 0) + 1
+        layer.backend, layer.kernel = loaded.kernels[kind]
         layer.name = f"{component}.{name}" if name else component
+    assert found == planned, (
+        f"{component} has {sorted(found.values())} layers of each kind, the plan {planned.values()}"
+    )
 
 
-def _load(backend: AttentionBackend, requirements: AttentionRequirements) -> AttentionFn:
-    assert backend.load is not None, f"{backend.name} was selected without an adapter"
-    try:
-        return backend.load(requirements)
-    except BROKEN as error:
-        layer = f"{requirements.component}.{requirements.role}"
-        raise BackendUnavailableError(
-            f"attention backend {backend.name}, selected for {layer}, can't be loaded: {cause_of(error)}. "
-            f"Repair it, or pick another with --attention {layer}=NAME",
-            backend=backend.name,
-            package=None if backend.package is None else backend.package.key,
-            cause=cause_of(error),
-            layer=layer,
-        ) from error
+def _is_asked(layer: PlannedLayer) -> bool:
+    """Whether a person asked for the very backend that was selected."""
+    preference = layer.selection.preference
+    return preference is not None and preference.explicit and layer.selection.reason is None
+
+
+def _with_broken(machine: MachineFacts, key: str, cause: str) -> MachineFacts:
+    package = machine.packages.get(key, PackageFacts(dist=key))
+    return machine.replace(packages={**machine.packages, key: dataclasses.replace(package, import_error=cause)})
+
+
+def _cannot_load(
+    backend: AttentionBackend, requirements: AttentionRequirements, error: BaseException
+) -> BackendUnavailableError:
+    layer = f"{requirements.component}.{requirements.role}"
+    return BackendUnavailableError(
+        f"attention backend {backend.name}, selected for {layer}, can't be loaded: {cause_of(error)}. "
+        f"Repair it, or pick another with --attention {layer}=NAME",
+        backend=backend.name,
+        package=None if backend.package is None else backend.package.key,
+        cause=cause_of(error),
+        layer=layer,
+    )

@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from safelight.attention.backend import AttentionBackend, Reason, ReasonKind
 from safelight.attention.requirements import AttentionRequirements
-from safelight.catalog import declarations
+from safelight.attention.versions import is_at_least
+from safelight.catalog import Found, declarations
 from safelight.errors import (
     BackendNotSupportedError,
     BackendUnavailableError,
@@ -106,10 +107,18 @@ class Selection:
         )
 
 
+def found_backends() -> Found:
+    """Every declared backend, and the plug-ins that gave none: broken ones, and ones that claim a name twice."""
+    return declarations("safelight.attention.backends", "BACKEND", "safelight.backends", names=_names)
+
+
 def declared_backends() -> dict[str, AttentionBackend]:
     """Every declared backend by name: the package's own and those of installed plug-ins."""
-    found = declarations("safelight.attention.backends", "BACKEND", "safelight.backends")
-    return {backend.name: backend for backend in found.declarations}
+    return {backend.name: backend for backend in found_backends().declarations}
+
+
+def _names(backend: AttentionBackend) -> tuple[str, ...]:
+    return (backend.name, *backend.aliases)
 
 
 def preferred(
@@ -133,11 +142,13 @@ def select_backend(
     backends: Mapping[str, AttentionBackend] | None = None,
     *,
     order: Sequence[str] | None = None,
+    runs_here: bool = False,
 ) -> Selection:
     """Choose the backend for layers with these requirements on this machine.
 
     `supported` is the layer's own set (S10); None means any. `backends` defaults to everything declared, `order` to
-    the automatic order of the machine's platform. Raises a SelectionError that lists every verdict (S9).
+    the automatic order of the machine's platform. With `runs_here` a backend whose adapter isn't built is refused.
+    Raises a SelectionError that lists every verdict (S9).
     """
     backends = declared_backends() if backends is None else backends
     order = platform_named(machine.platform).automatic_order(machine) if order is None else order
@@ -152,20 +163,25 @@ def select_backend(
     verdicts: list[Verdict] = []
     for name in dict.fromkeys(candidates):
         is_chosen_by_person = name == asked and wish is not None and wish.explicit
-        reasons = why_not(name, requirements, machine, backends, supported, is_explicit=is_chosen_by_person)
+        reasons = why_not(
+            name, requirements, machine, backends, supported, is_explicit=is_chosen_by_person, runs_here=runs_here
+        )
         verdicts.append(Verdict(name, reasons))
         if not reasons:
             reason = None if name == asked else fallback
             return Selection(backend=name, preference=wish, reason=reason, verdicts=tuple(verdicts))
-    raise _refusal(requirements, machine, wish, supported, backends, order, verdicts)
+    raise _refusal(requirements, machine, wish, supported, backends, order, verdicts, runs_here)
 
 
 def canonical(name: str, backends: Mapping[str, AttentionBackend]) -> str:
-    """The declared name behind a name or an alias; an unknown one is returned as it is."""
+    """The declared name behind a name or an alias, in capitals or not; an unknown one is returned as it is."""
     if name in backends:
         return name
+    lower = name.lower()
+    if lower in backends:
+        return lower
     # Of two plug-ins that claim one alias the same wins every time, in whatever order they were found.
-    return min((backend.name for backend in backends.values() if name in backend.aliases), default=name)
+    return min((backend.name for backend in backends.values() if lower in backend.aliases), default=name)
 
 
 def why_not(
@@ -176,6 +192,7 @@ def why_not(
     supported: frozenset[str] | None = None,
     *,
     is_explicit: bool = False,
+    runs_here: bool = False,
 ) -> tuple[Reason, ...]:
     """Every reason against one candidate (S6); none means it fits."""
     backend = backends.get(name)
@@ -184,6 +201,8 @@ def why_not(
         hint = f" (did you mean {near[0]}?)" if near else ""
         return (Reason("unknown", f"no backend has this name{hint}, there are {', '.join(sorted(backends))}"),)
     reasons = [*_hardware(backend, machine)]
+    if runs_here and backend.load is None:
+        reasons.append(Reason("package", "adapter not built yet"))
     if supported is not None and name not in supported:
         reasons.append(Reason("scope", "not supported by this attention layer"))
     reasons += [Reason("capability", detail) for detail in _missing(backend, requirements)]
@@ -210,22 +229,12 @@ def _hardware(backend: AttentionBackend, machine: MachineFacts) -> list[Reason]:
 def _package_problems(package: Package, machine: MachineFacts) -> Iterable[str]:
     facts = machine.packages.get(package.key)
     if facts is None:
-        yield f"package {package.dists[0]} is not installed"
+        yield f"package {package.dists[0]} is not installed ({package.remedy})"
         return
     if facts.import_error is not None:
         yield f"package {facts.dist} is broken: {facts.import_error}"
-    if package.min_version is not None and _is_older(facts.version, package.min_version):
+    if package.min_version is not None and is_at_least(facts.version, package.min_version) is False:
         yield f"package {facts.dist} {facts.version} is too old: {package.min_version} is the first that serves"
-
-
-def _is_older(version: str | None, minimum: str) -> bool:
-    """Whether a version, if one is known, comes before another."""
-    from packaging.version import InvalidVersion, Version  # few machines need it
-
-    try:
-        return version is not None and Version(version) < Version(minimum)
-    except InvalidVersion:
-        return False
 
 
 def _missing(backend: AttentionBackend, need: AttentionRequirements) -> Iterable[str]:
@@ -283,6 +292,7 @@ def _refusal(
     backends: Mapping[str, AttentionBackend],
     order: Sequence[str],
     verdicts: Sequence[Verdict],
+    runs_here: bool,
 ) -> SelectionError:
     """The error for a layer that no candidate fits (S9)."""
     kinds: set[ReasonKind] = {reason.kind for verdict in verdicts for reason in verdict.reasons}
@@ -305,7 +315,7 @@ def _refusal(
         for name in dict.fromkeys((*order, *sorted(backends)))
         if name in backends
         and unasked != (backends[name].is_sparse or backends[name].is_lossy)
-        and not why_not(name, requirements, machine, backends, supported, is_explicit=True)
+        and not why_not(name, requirements, machine, backends, supported, is_explicit=True, runs_here=runs_here)
     ]
     remedy = "No declared backend would do"
     if fits:

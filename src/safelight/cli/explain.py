@@ -36,7 +36,7 @@ def run(line: CommandLine, console: Console) -> None:
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     from safelight.attention.plan import AttentionPlan
 
-    output, request = document["outputs"][0], document["request"]
+    output, request = document["outputs"][0], {"model": document["model"], **document["request"]}
     plan = AttentionPlan.from_json(document["plan"])
     yield described(**output)
     for name, value in request.items():

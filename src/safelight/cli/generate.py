@@ -1,7 +1,6 @@
 """`safelight generate`: a prompt becomes a PNG or an MP4."""
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +13,11 @@ from safelight.cli.options import Argument, Command, CommandLine, Option, neares
 from safelight.cli.progress import duration, progress_on
 from safelight.config import Settings, parse_attention
 from safelight.errors import CheckpointError, OutputError, RequestError
-from safelight.request import Progress, Request
+from safelight.request import Progress, Request, draw_seed
 
 if TYPE_CHECKING:
     from safelight.engine import Engine
-    from safelight.pipelines.family import Checkpoint
-
-# A drawn seed is short enough to be read out and typed again; a given one can be anything below 2**63.
-DRAWN_SEED_BYTES = 4
+    from safelight.pipelines import Checkpoint
 
 # What a field of Request is called on the command line.
 _FLAGS = {
@@ -47,7 +43,7 @@ def open_engine(model: str | None, **options: Any) -> "Engine":
 
 def open_checkpoint(model: str | None) -> "Checkpoint":
     """A model's configurations, without its weights. Imports no torch."""
-    from safelight.engine import check_model
+    from safelight.planning import check_model
 
     return check_model(model)
 
@@ -84,14 +80,10 @@ def run(
             settings=settings,
             report=progress,
         )
-        plan_lines = engine.plan(request).lines()
         progress.say(f"{engine.model} on {engine.machine.platform} ({engine.machine.arch}), {engine.dtype}")
-        for text in plan_lines:
+        for text in engine.plan(request).lines():
             progress.say(text)
         result = engine.generate(request, report=progress)
-        if result.plan.lines() != plan_lines:
-            for text in result.plan.lines():
-                progress.say(f"ran with {text}")
         progress(Progress(stage="write", step=0, num_steps=1, elapsed_s=time.perf_counter() - started_s))
         result = save_result(result, given["out"], overwrite=given["overwrite"])
 
@@ -121,9 +113,6 @@ def _request(given: Mapping[str, Any], problems: list[str], console: Console) ->
     prompt: str | None = given["prompt"]
     if prompt == "-":
         prompt = _prompt_from_stdin(problems, console)
-    for flag, text in (("PROMPT", prompt), ("--negative", given["negative"])):
-        if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
-            problems.append(f"{flag} is {quoted(text)}; it isn't valid {sys.getfilesystemencoding()} text")
     width, height = given["size"] or (None, None)
     seed = given["seed"]
     try:
@@ -138,7 +127,7 @@ def _request(given: Mapping[str, Any], problems: list[str], console: Console) ->
             num_steps=given["steps"],
             guidance_scale=given["guidance"],
             # Drawn here and not by the engine, so that the files' names can be checked before anything is loaded.
-            seed=int.from_bytes(os.urandom(DRAWN_SEED_BYTES), "big") if seed is None else seed,
+            seed=draw_seed() if seed is None else seed,
             num_outputs=1 if given["num_outputs"] is None else given["num_outputs"],
             cancel=console.cancel,
         )
@@ -149,8 +138,8 @@ def _request(given: Mapping[str, Any], problems: list[str], console: Console) ->
 
 def _by_flag(error: RequestError) -> list[str]:
     """A request's problems, one by one and with the options' names in place of the fields'."""
-    texts = re.split(rf"; (?=(?:{'|'.join(_FLAGS)}) is )", error.message)
-    return [re.sub(r"^\w+(?= is )", lambda field: _FLAGS.get(field[0], field[0]), text) for text in texts]
+    pairs = zip(error.details["fields"], error.details["problems"], strict=True)
+    return [_FLAGS.get(field, field) + problem.removeprefix(field) for field, problem in pairs]
 
 
 def _checked(

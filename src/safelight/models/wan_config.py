@@ -80,7 +80,7 @@ class WanConfig:
         )
         return (
             LayerGroup(requirements=base.replace(role="self", equal_lengths=True), count=self.num_layers),
-            LayerGroup(requirements=base.replace(role="cross"), count=self.num_layers),
+            LayerGroup(requirements=base.replace(role="cross", replicated_keys=True), count=self.num_layers),
         )
 
 

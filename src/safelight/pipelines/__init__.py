@@ -1,1 +1,84 @@
-"""Model families: from a request to frames, by way of encode, denoise and decode."""
+"""Model families: what the engine knows of one. A checkpoint is read without torch, and loads into a pipeline.
+
+A family is a package in here that holds its declaration, FAMILY.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from safelight.attention.plan import LayerGroup
+from safelight.request import Request
+from safelight.weights.model_index import ModelIndex
+
+if TYPE_CHECKING:
+    import torch
+
+    from safelight.sampling.denoise import StepState
+
+Report = Callable[[int, int], None]
+
+
+class Pipeline(Protocol):
+    """A loaded model."""
+
+    @property
+    def modules(self) -> Mapping[str, "torch.nn.Module"]:
+        """The components by name, for binding attention kernels."""
+        ...
+
+    def encode(self, request: Request) -> tuple[Any, tuple[str, ...]]:
+        """The prompt as the model wants it, and warnings."""
+        ...
+
+    def denoise(self, request: Request, text: Any, seeds: Sequence[int]) -> Iterator["StepState"]:
+        """Step states of one batch of outputs, a latent for each seed."""
+        ...
+
+    def decode(self, latents: "torch.Tensor", report: Report) -> "torch.Tensor":
+        """Pixels in [0, 1], float [batch, frames, height, width, 3]; `report` is told of its parts."""
+        ...
+
+    def batches(self, request: Request, seeds: Sequence[int]) -> Iterator[Sequence[int]]:
+        """The seeds in batches that run together."""
+        ...
+
+
+class Checkpoint(Protocol):
+    """A model's folder, its configurations read and its files' headers checked; no weights and no torch."""
+
+    @property
+    def folder(self) -> Path:
+        """The model's folder."""
+        ...
+
+    def layer_groups(self, dtype: str) -> tuple[LayerGroup, ...]:
+        """Every attention layer, in the order in which a request meets them."""
+        ...
+
+    def resolve(self, request: Request) -> Request:
+        """The request with the model's defaults filled in. Raises RequestError for what the model can't do."""
+        ...
+
+    def warnings(self, request: Request) -> tuple[str, ...]:
+        """What a person should know about a resolved request."""
+        ...
+
+    def load(self, dtype: str, device: str, report: Report) -> Pipeline:
+        """Load the weights."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model family's declaration. `class_name` is what model_index.json calls its pipeline.
+
+    `open` reads a checkpoint. `layer_groups` gives a model's attention layers in a dtype from its components'
+    configurations alone, by component; it raises CheckpointError.
+    """
+
+    name: str
+    class_name: str
+    open: Callable[[ModelIndex], Checkpoint]
+    layer_groups: Callable[[Mapping[str, Mapping[str, Any]], str], tuple[LayerGroup, ...]]

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from safelight.attention.backend import Layout
+from safelight.errors import CheckpointError
 from safelight.models import umt5
 from safelight.models.umt5 import Umt5Encoder, encode_prompts
 from safelight.models.wan import WanTransformer, keeps_float32
 from safelight.models.wan_vae import ENCODER_PREFIXES, WanVaeDecoder
-from safelight.pipelines.family import Report
-from safelight.pipelines.wan_checkpoint import WanCheckpoint
+from safelight.pipelines import Report
+from safelight.pipelines.wan.checkpoint import WanCheckpoint
 from safelight.request import Request
 from safelight.sampling.denoise import StepState, denoise
 from safelight.sampling.flow import solver_from_config
@@ -58,6 +59,11 @@ class WanPipeline:
     def load(cls, checkpoint: WanCheckpoint, dtype: str, device: str, report: Report) -> Self:
         """Build on the meta device, then load each component."""
         tokenizer = Tokenizer.from_folder(checkpoint.folder / "tokenizer")
+        if tokenizer.vocab_size > checkpoint.text_encoder.vocab_size:
+            raise CheckpointError(
+                f"{checkpoint.folder}: the components don't fit together: the tokenizer has {tokenizer.vocab_size} "
+                f"tokens, text_encoder vocab_size is {checkpoint.text_encoder.vocab_size}"
+            )
         torch_dtype: torch.dtype = getattr(torch, dtype)
         with torch.device("meta"):
             text_encoder = Umt5Encoder(checkpoint.text_encoder, dtype)

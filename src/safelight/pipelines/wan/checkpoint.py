@@ -11,15 +11,15 @@ from safelight.errors import CheckpointError, RequestError
 from safelight.models.umt5_config import Umt5Config
 from safelight.models.wan_config import WanConfig
 from safelight.models.wan_vae_config import WanVaeConfig
-from safelight.pipelines.family import Family, Report
-from safelight.request import Request, parse_fps
+from safelight.pipelines import Report
+from safelight.request import Request, parse_fps, request_error
 from safelight.sampling.schedulers import SCHEDULERS, check_scheduler
 from safelight.weights.files import WeightFiles, find_weights, read_headers
 from safelight.weights.model_index import ModelIndex
 from safelight.weights.reading import read_json
 
 if TYPE_CHECKING:
-    from safelight.pipelines.wan import WanPipeline
+    from safelight.pipelines.wan.pipeline import WanPipeline
 
 # What a checkpoint may say of itself beside diffusers' files.
 MANIFEST = "safelight.json"
@@ -100,14 +100,8 @@ class WanCheckpoint:
         return checkpoint
 
     def layer_groups(self, dtype: str) -> tuple[LayerGroup, ...]:
-        """The attention layers of text encoder, transformer and VAE; the VAE always runs in float32."""
-        return (
-            LayerGroup(
-                requirements=self.text_encoder.attention_requirements(dtype), count=self.text_encoder.num_layers
-            ),
-            *self.transformer.attention_groups(dtype),
-            LayerGroup(requirements=self.vae.attention_requirements("float32"), count=1),
-        )
+        """The attention layers of text encoder, transformer and VAE."""
+        return _layer_groups(self.text_encoder, {"transformer": self.transformer}, self.vae, dtype)
 
     def resolve(self, request: Request) -> Request:
         """The request with defaults filled in. Raises RequestError, with the nearest the model can do."""
@@ -133,7 +127,7 @@ class WanCheckpoint:
             largest = smallest + (self.transformer.rope_max_seq_len - 1) * step
             problems += _off_grid(name, value, smallest, step, largest)
         if problems:
-            raise RequestError("; ".join(problems), fields=[problem.split(" ", 1)[0] for problem in problems])
+            raise request_error(problems)
         return resolved
 
     def warnings(self, request: Request) -> tuple[str, ...]:
@@ -153,7 +147,7 @@ class WanCheckpoint:
 
     def load(self, dtype: str, device: str, report: Report) -> "WanPipeline":
         """Load the weights; `report` is told how many components are done."""
-        from safelight.pipelines.wan import WanPipeline
+        from safelight.pipelines.wan.pipeline import WanPipeline
 
         return WanPipeline.load(self, dtype, device, report)
 
@@ -168,6 +162,32 @@ class WanCheckpoint:
         problems = [f"{a} is {x}, {b} is {y}" for a, x, b, y in pairs if x != y]
         if problems:
             raise CheckpointError(f"{where}: the components don't fit together: {'; '.join(problems)}")
+
+
+def layer_groups(configs: Mapping[str, Mapping[str, Any]], dtype: str) -> tuple[LayerGroup, ...]:
+    """The attention layers of a Wan model that is known by its components' configurations.
+
+    Wan 2.2's second expert is the component transformer_2.
+    """
+    transformers = {
+        component: WanConfig.from_json(config, component)
+        for component, config in configs.items()
+        if component.startswith("transformer")
+    }
+    text_encoder = Umt5Config.from_json(configs["text_encoder"], "text_encoder")
+    return _layer_groups(text_encoder, transformers, WanVaeConfig.from_json(configs["vae"], "vae"), dtype)
+
+
+def _layer_groups(
+    text_encoder: Umt5Config, transformers: Mapping[str, WanConfig], vae: WanVaeConfig, dtype: str
+) -> tuple[LayerGroup, ...]:
+    denoising = [group for name, config in transformers.items() for group in config.attention_groups(dtype, name)]
+    return (
+        LayerGroup(requirements=text_encoder.attention_requirements(dtype), count=text_encoder.num_layers),
+        *denoising,
+        # The VAE always runs in float32.
+        LayerGroup(requirements=vae.attention_requirements("float32"), count=1),
+    )
 
 
 def _foreign_components(index: ModelIndex) -> list[str]:
@@ -217,6 +237,3 @@ def _training(manifest: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if frames is not None and type(frames) is not int:
         raise CheckpointError(f"{path}: trained_max_frames is {frames!r}; it must be a whole number")
     return {"trained_sizes": tuple((width, height) for width, height in sizes), "trained_max_frames": frames}
-
-
-FAMILY = Family(name="wan", class_name="WanPipeline", open=WanCheckpoint.open)

@@ -1,0 +1,119 @@
+"""From a model's name to its attention plan: opens models and gathers preferences. Imports no torch by itself."""
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safelight.attention.backend import AttentionBackend
+from safelight.attention.plan import AttentionPlan, LayerGroup, build_plan
+from safelight.attention.scope import forced_choices
+from safelight.attention.select import BackendPreference
+from safelight.catalog import declarations
+from safelight.config import DTYPES, AttentionChoice, Settings, attention_choices
+from safelight.errors import CheckpointError, RequestError
+from safelight.pipelines import Checkpoint, Family
+from safelight.platforms import platform_named
+from safelight.platforms.facts import MachineFacts
+from safelight.weights.hub import resolve_model
+from safelight.weights.model_index import read_model_index
+
+DEMO = Path(__file__).parent / "demo" / "checkpoint"
+DEMO_NAME = "demo"
+PUBLISHED = Path(__file__).parent / "models" / "published"
+
+Sources = tuple[tuple[BackendPreference, ...], ...]
+
+
+def check_model(model: str | Path | None) -> Checkpoint:
+    """Read a model's configurations and file headers; None is the demo.
+
+    Raises CheckpointError for everything that can be seen without loading weights.
+    """
+    folder = DEMO if model is None else resolve_model(model)
+    index = read_model_index(folder)
+    return _family(index.class_name, str(index.path)).open(index)
+
+
+def published_models() -> tuple[str, ...]:
+    """The names of the published models whose configurations are shipped."""
+    return tuple(sorted(path.stem for path in PUBLISHED.glob("*.json")))
+
+
+def layers_of(model: str | Path | None) -> Callable[[str], tuple[LayerGroup, ...]]:
+    """What gives a model's attention layers in a dtype: of a published model by its name, else of a checkpoint.
+
+    A path that exists is a checkpoint. Raises CheckpointError.
+    """
+    name = None if model is None else str(model)
+    if name not in published_models() or Path(name).exists():
+        try:
+            return check_model(model).layer_groups
+        except CheckpointError as error:
+            near = difflib.get_close_matches(name or "", published_models(), n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            shipped = f"; shipped configurations are {', '.join(published_models())}{hint}"
+            raise CheckpointError(f"{error.message}{shipped}", **error.details) from error
+    path = PUBLISHED / f"{name}.json"
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    family = _family(document["class_name"], str(path))
+    return lambda dtype: family.layer_groups(document["components"], dtype)
+
+
+def preference_sources(
+    *, argument: str | Mapping[str, str] | None, argument_source: str, settings: Settings
+) -> Sources:
+    """The preferences of an engine or a command, nearest source first: the argument, then the settings' own (S1)."""
+    choices = () if argument is None else attention_choices(argument, argument_source)
+    return tuple(map(as_preferences, (choices, *settings.attention)))
+
+
+def request_sources(asked: Mapping[str, str], sources: Sources) -> Sources:
+    """All sources for one request: the forced scope at this call, the request, then those of the engine (S1)."""
+    return (*map(as_preferences, forced_choices()), as_preferences(attention_choices(asked, "the request")), *sources)
+
+
+def as_preferences(choices: Iterable[AttentionChoice]) -> tuple[BackendPreference, ...]:
+    """Choices as preferences: who made them, and whether a person did (S2)."""
+    return tuple(BackendPreference(choice.backend, choice.source, choice.explicit, choice.names) for choice in choices)
+
+
+def chosen_dtype(dtype: str | None, settings: Settings, machine: MachineFacts) -> str:
+    """The dtype that is asked for, else the settings', else the platform's own. Raises RequestError."""
+    if dtype is None:
+        return settings.dtype.value if settings.dtype else platform_named(machine.platform).default_dtype(machine)
+    if dtype not in DTYPES:
+        raise RequestError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def plan_model(
+    model: str | Path | None,
+    machine: MachineFacts,
+    backends: Mapping[str, AttentionBackend],
+    *,
+    sources: Sources = (),
+    dtype: str | None = None,
+    settings: Settings | None = None,
+    runs_here: bool = False,
+) -> AttentionPlan:
+    """The attention plan of a model on a machine, real or described, without any weight.
+
+    `model` is a published model's name, a checkpoint, or None for the demo. Raises CheckpointError, RequestError and
+    SelectionError.
+    """
+    settings = settings or Settings()
+    groups = layers_of(model)(chosen_dtype(dtype, settings, machine))
+    return build_plan(groups, machine, request_sources({}, sources), backends, runs_here=runs_here)
+
+
+def _family(class_name: str, where: str) -> Family:
+    families = declarations("safelight.pipelines", "FAMILY", "safelight.models").declarations
+    by_class: dict[str, Family] = {family.class_name: family for family in families}
+    if class_name not in by_class:
+        raise CheckpointError(
+            f"{where}: _class_name is {class_name}; the pipelines are {', '.join(sorted(by_class))}",
+            allowed=sorted(by_class),
+        )
+    return by_class[class_name]
