@@ -15,7 +15,8 @@ from tests.rules.source import PACKAGE, ROOT, modules
 # itself, and stands between a person and the first line of output.
 TORCH = re.compile(
     r"safelight\.(attention\.(layer|parallel|reference|runtime)"
-    r"|(demo|distributed|layers|pipelines|sampling)(\..*)?"
+    r"|(demo|distributed|layers|sampling)(\..*)?"
+    r"|pipelines\.[^.]*\.pipeline"
     r"|models\.(?!.*_config$).*"
     r"|weights\.loading)"
 )
@@ -88,6 +89,17 @@ requirements = AttentionRequirements(head_dim=128, dtype="bfloat16", num_heads=1
 for name in machine_names():
     assert select_backend(requirements, load_machine(name)).backend
 assert machine_names()
+"""
+    assert heavy_after(code) == []
+
+
+def test_planning_a_model_for_a_described_machine_is_light() -> None:
+    code = """
+from safelight.attention import declared_backends
+from safelight.planning import plan_model, published_models
+from safelight.platforms import load_machine
+for model in (None, *published_models()):
+    assert plan_model(model, load_machine("mi300x-rocm7-aiter"), declared_backends()).layers
 """
     assert heavy_after(code) == []
 

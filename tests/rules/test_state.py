@@ -90,3 +90,13 @@ def test_a_change_is_seen(tmp_path_factory: pytest.TempPathFactory) -> None:
     )
     lines = sorted(int(text.split(":")[0].removeprefix("line ")) for text in changes_of_module_state(Module(path)))
     assert lines == [6, 8, 11, 14]
+
+
+def test_the_forced_scope_is_the_only_context_variable() -> None:
+    found = [
+        module.name
+        for module in ALL
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "ContextVar"
+    ]
+    assert found == ["safelight.attention.scope"]

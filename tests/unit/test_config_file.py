@@ -388,3 +388,4 @@ def test_the_document_s_program_runs(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("text_encoder: self x"), done.stdout
+    assert "(`forced_attention` scope)" in done.stdout

@@ -272,7 +272,7 @@ def test_what_an_interrupted_installation_leaves_is_facts(site, metadata):
     install(site, "acme-kernels", files={"acme.py": CODE}, metadata=metadata)
     facts = only(package(**ENTRY))
     assert (facts.dist, facts.version) == ("acme-kernels", None)
-    assert facts.parameters == PARAMETERS or facts.import_error.startswith("its metadata can't be read: ")
+    assert facts.parameters == PARAMETERS or facts.import_error.startswith("it can't be recognised: ")
 
 
 def test_an_empty_folder_of_metadata_is_facts(site):
@@ -286,7 +286,7 @@ def test_an_origin_that_cannot_be_read_is_a_cause(site, text):
     info = install(site, "flash-attn", "2.8.3", files=TWO)
     (info / "direct_url.json").write_text(text, encoding="utf-8")
     facts = only(FLASH_2)
-    assert facts.import_error.startswith("its metadata can't be read: ")
+    assert facts.import_error.startswith("it can't be recognised: ")
 
 
 def test_a_variant_that_cannot_be_told_is_a_cause(site):

@@ -1,5 +1,6 @@
 """Importing attention packages in subprocesses: what is found out, and every known way in which it goes wrong."""
 
+import os
 import subprocess
 import sys
 import time
@@ -71,7 +72,17 @@ def test_a_package_that_prints_more_than_a_pipe_holds_does_not_wait(site):
 
 
 def test_a_package_that_asks_for_input_gets_none(site):
-    assert error_of(site, "input('continue? ')", timeout_s=30) == "EOFError: EOF when reading a line"
+    """Not even where there is some for this process."""
+    ours, (reading, writing) = os.dup(0), os.pipe()
+    os.write(writing, b"yes\n")
+    os.dup2(reading, 0)
+    try:
+        assert error_of(site, "input('continue? ')", timeout_s=30) == "EOFError: EOF when reading a line"
+        assert os.read(reading, 10) == b"yes\n"
+    finally:
+        os.dup2(ours, 0)
+        for descriptor in (ours, reading, writing):
+            os.close(descriptor)
 
 
 def test_a_process_that_a_package_leaves_behind_is_not_waited_for(site):

@@ -15,7 +15,8 @@ from safelight.attention import (
     declared_backends,
 )
 from safelight.errors import BackendNotSupportedError, CapabilityError, RequestError
-from safelight.platforms import load_machine
+from safelight.platforms import MachineFacts, load_machine
+from tests.unit.site_packages import install
 
 MACHINE = load_machine("h100")
 SELF = AttentionRequirements(head_dim=64, dtype="bfloat16", num_heads=4, num_kv_heads=4, equal_lengths=True)
@@ -200,3 +201,31 @@ def test_a_layers_own_set_is_kept() -> None:
     with pytest.raises(BackendNotSupportedError, match="not supported by this attention layer"):
         plan_for([flag("sdpa")], groups=groups)
     assert plan_for([flag("sliding")], groups=groups).layers[0].selection.backend == "sliding"
+
+
+# A platform's own preference
+
+
+def test_a_platform_may_prefer_a_backend_and_that_is_implicit(tmp_path, monkeypatch) -> None:
+    text = """
+from safelight.platforms import Platform
+PLATFORM = Platform(
+    name="acme", torch_device="acme", automatic_order=lambda machine: ("sdpa",), probe=lambda torch: None,
+    default_dtype=lambda machine: "bfloat16", preference=lambda machine: "habit",
+)
+"""
+    points = "[safelight.platforms]\nacme = acme_platform:PLATFORM\n"
+    install(tmp_path, "acme", files={"acme_platform.py": text}, entry_points=points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    machine = MachineFacts(platform="acme")
+    backends = BACKENDS | {"habit": AttentionBackend(name="habit", summary="made up", load=None)}
+    rows = build_plan(GROUPS, machine, (), backends).layers
+    # The text encoder's mask is beyond it: never a failure.
+    assert [(row.selection.backend, row.selection.reason) for row in rows] == [
+        ("sdpa", "platform default fallback"),
+        ("habit", None),
+        ("habit", None),
+    ]
+    assert rows[1].selection.preference == BackendPreference("habit", "platform acme", False)
+    auto = build_plan(GROUPS, machine, [[flag("auto")]], backends).layers
+    assert [(row.selection.backend, row.selection.reason) for row in auto] == [("sdpa", "platform default")] * 3

@@ -106,13 +106,18 @@ def build_plan(
 ) -> AttentionPlan:
     """Select for every group. `sources` are the preferences of S1, nearest source first.
 
-    With `runs_here` the plan is one to run: a backend without an adapter is refused. Raises RequestError for a
-    component or role that the model doesn't have, and SelectionError.
+    The platform's own preference, if it has one, comes last and is implicit. With `runs_here` the plan is one to run: a
+    backend without an adapter is refused. Raises RequestError for a component or role that the model doesn't have, and
+    SelectionError.
     """
     kinds = {(group.requirements, group.supported) for group in groups}
     assert len(kinds) == len(groups), "layers with equal requirements and equal scope are one group"
     _check_names(groups, sources)
-    order = platform_named(machine.platform).automatic_order(machine)
+    platform = platform_named(machine.platform)
+    order = platform.automatic_order(machine)
+    habit = platform.preference(machine)
+    if habit is not None:
+        sources = (*sources, (BackendPreference(habit, f"platform {platform.name}", explicit=False),))
     layers = []
     for group in groups:
         preference = preferred(group.requirements, sources)

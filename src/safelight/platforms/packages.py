@@ -117,7 +117,7 @@ def _recognised(package: Package, env: Mapping[str, str]) -> PackageFacts | None
         except PackageNotFoundError:
             continue
         except BROKEN as error:
-            return PackageFacts(dist=name, import_error=f"its metadata can't be read: {cause_of(error)}")
+            return PackageFacts(dist=name, import_error=f"it can't be recognised: {cause_of(error)}")
     return None
 
 

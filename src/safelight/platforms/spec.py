@@ -13,6 +13,10 @@ T = TypeVar("T")
 UNKNOWN_DEVICE = DeviceFacts(arch="unknown", name="unknown")
 
 
+def _nothing_preferred(machine: MachineFacts) -> str | None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Platform:
     """One kind of accelerator. A file in `platforms/` holds one, named PLATFORM, and imports no torch.
@@ -20,7 +24,8 @@ class Platform:
     `torch_device` is torch's name for it ("cuda" for rocm too). `automatic_order` gives backend names, best first, for
     a machine of this platform, and `default_dtype` a torch dtype's name; both are pure. `probe` is given the torch
     module and never raises: None means that this torch isn't built for the platform, facts without devices that it is
-    but no device can be used, with the causes in `notes`.
+    but no device can be used, with the causes in `notes`. `preference` may name a backend that the platform would
+    rather have than its order says: an implicit preference, which falls back wherever it doesn't fit.
     """
 
     name: str
@@ -28,6 +33,7 @@ class Platform:
     automatic_order: Callable[[MachineFacts], tuple[str, ...]]
     default_dtype: Callable[[MachineFacts], str]
     probe: Callable[[Any], MachineFacts | None]
+    preference: Callable[[MachineFacts], str | None] = _nothing_preferred
 
 
 def look(module: Any, path: str) -> Any:
