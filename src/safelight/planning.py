@@ -109,11 +109,16 @@ def plan_model(
 
 
 def _family(class_name: str, where: str) -> Family:
-    families = declarations("safelight.pipelines", "FAMILY", "safelight.models").declarations
-    by_class: dict[str, Family] = {family.class_name: family for family in families}
+    found = declarations("safelight.pipelines", "FAMILY", "safelight.models", names=_family_names)
+    by_class: dict[str, Family] = {family.class_name: family for family in found.declarations}
     if class_name not in by_class:
+        broken = [f"; the plug-in {failure.origin} doesn't load: {failure.cause}" for failure in found.failures]
         raise CheckpointError(
-            f"{where}: _class_name is {class_name}; the pipelines are {', '.join(sorted(by_class))}",
+            f"{where}: _class_name is {class_name}; the pipelines are {', '.join(sorted(by_class))}{''.join(broken)}",
             allowed=sorted(by_class),
         )
     return by_class[class_name]
+
+
+def _family_names(family: Family) -> tuple[str, ...]:
+    return (family.name, family.class_name)
