@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from safelight.attention.backend import AttentionBackend
+from safelight.attention.lock import check_lock
 from safelight.attention.machine import this_machine
 from safelight.attention.plan import AttentionPlan, build_plan
 from safelight.attention.select import found_backends
@@ -48,6 +49,7 @@ class Engine:
         dtype: str,
         sources: Sources,
         backends: Mapping[str, AttentionBackend],
+        plan_lock: AttentionPlan | None = None,
     ) -> None:
         self.model = model
         self.machine = machine
@@ -55,6 +57,7 @@ class Engine:
         self._checkpoint = checkpoint
         self._sources = sources
         self._backends = backends
+        self._plan_lock = plan_lock
         self._loaded: dict[Sources, LoadedPlan] = {}
         self._bound: LoadedPlan | None = None
         self._pipeline: Pipeline | None = None
@@ -70,6 +73,7 @@ class Engine:
         device: str | None = None,
         dtype: str | None = None,
         settings: Settings | Mapping[str, Any] | None = None,
+        plan_lock: AttentionPlan | None = None,
         report: Report | None = None,
     ) -> Self:
         """Open a model: a folder in diffusers' layout, a hub id, or None for the demo.
@@ -77,8 +81,9 @@ class Engine:
         `attention` names backends ("sdpa", or {"transformer.self": "sdpa"}); `device` is a platform's name ("cuda",
         "cuda:1", "cpu"), None the best there is; `dtype` "float32", "bfloat16" or "float16", None the platform's own.
         `settings` are used where an argument is None; a plain mapping can't say who set its values, so the attention in
-        it is only preferred (S2). Everything is checked, the attention plan is made and its kernels loaded, before any
-        weight is. Raises RequestError, CheckpointError and SelectionError.
+        it is only preferred (S2). With `plan_lock` every plan must run the very kernels of that one (S14). Everything
+        is checked, the attention plan is made and its kernels loaded, before any weight is. Raises RequestError,
+        CheckpointError and SelectionError.
         """
         settings = as_settings(settings or Settings())
         started_s = time.monotonic()
@@ -97,6 +102,7 @@ class Engine:
             dtype=chosen_dtype(dtype, settings, machine),
             sources=sources,
             backends={backend.name: backend for backend in backends.declarations},
+            plan_lock=plan_lock,
         )
         engine.plan()
 
@@ -131,8 +137,11 @@ class Engine:
             def plan_for(machine: MachineFacts) -> AttentionPlan:
                 return build_plan(groups, machine, sources, self._backends, runs_here=True)
 
-            self._loaded[sources] = load_plan(plan_for, self.machine, self._backends)
-            self.machine = self._loaded[sources].plan.machine  # which knows now what couldn't be loaded
+            loaded = load_plan(plan_for, self.machine, self._backends)
+            self.machine = loaded.plan.machine  # which knows now what couldn't be loaded
+            if self._plan_lock is not None:
+                check_lock(self._plan_lock, loaded.plan)
+            self._loaded[sources] = loaded
         return self._loaded[sources]
 
     @overload

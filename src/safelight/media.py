@@ -12,7 +12,7 @@ import io
 import json
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -25,10 +25,9 @@ from safelight.naming import (
     cause_of,
     default_paths,
     default_stem,
-    discard,
     extension_for,
     next_number,
-    write_error,
+    publish,
     write_temporary,
 )
 from safelight.request import Output, Result
@@ -97,9 +96,9 @@ def save_result(result: Result, path: Path | None, *, overwrite: bool = False, d
             assert result.request.seed is not None, "a result's request has no None left"
             stem = default_stem(result.request.prompt, result.request.seed)
             number = next_number(folder, stem)
-            while not _publish(temporaries, paths := default_paths(folder, stem, number, extension, num_outputs)):
+            while not publish(temporaries, paths := default_paths(folder, stem, number, extension, num_outputs)):
                 number += 1
-        elif not _publish(temporaries, paths := asked, overwrite=overwrite):
+        elif not publish(temporaries, paths := asked, overwrite=overwrite):
             raise OutputError(f"{path} was taken by another file meanwhile; choose another name", path=str(path))
     return dataclasses.replace(
         result, outputs=tuple(dataclasses.replace(o, path=p) for o, p in zip(result.outputs, paths, strict=True))
@@ -171,51 +170,6 @@ def probe_video(path: Path) -> VideoFacts:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         order = [kind for kind, _, _ in _boxes(data, 0, len(data)) if kind in (b"moov", b"mdat")]
     return dataclasses.replace(facts, index_first=order[:1] == [b"moov"])
-
-
-# Publishing
-
-
-def _publish(temporaries: Sequence[Path], paths: Sequence[Path], *, overwrite: bool = False) -> bool:
-    """Give files their final names, all or none; False means that one of the names is taken."""
-    try:
-        with contextlib.ExitStack() as undo:
-            for temporary, path in zip(temporaries, paths, strict=True):
-                if overwrite:
-                    os.replace(temporary, path)
-                else:
-                    undo.callback(_withdraw, path, os.stat(temporary))
-                    _place(temporary, path)
-            undo.pop_all()
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise write_error(paths[0], error) from error
-    return True
-
-
-def _place(temporary: Path, path: Path) -> None:
-    """Name a file without replacing one: of several processes that try, one succeeds and the others see the name taken.
-
-    Some file systems have no hard links (FAT, a few network ones). There an empty file reserves the name first.
-    """
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        raise
-    except OSError:
-        with contextlib.ExitStack() as undo:
-            path.touch(exist_ok=False)
-            undo.callback(discard, path)
-            os.replace(temporary, path)
-            undo.pop_all()
-
-
-def _withdraw(path: Path, ours: os.stat_result) -> None:
-    """Remove a name if it stands for our file, and not for one that was there before."""
-    with contextlib.suppress(OSError):
-        if os.path.samestat(os.lstat(path), ours):
-            os.unlink(path)
 
 
 def _document(result: Result, output: Output) -> str:

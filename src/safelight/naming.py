@@ -8,6 +8,7 @@ import secrets
 import stat
 import sys
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 
 from safelight.errors import OutputError, WriteError
@@ -187,3 +188,62 @@ def discard(path: Path) -> None:
     """Remove a file of ours, if it is still there."""
     with contextlib.suppress(OSError):
         os.unlink(path)
+
+
+def publish(temporaries: Sequence[Path], paths: Sequence[Path], *, overwrite: bool = False) -> bool:
+    """Give files their final names, all or none; False means that one of the names is taken."""
+    try:
+        with contextlib.ExitStack() as undo:
+            for temporary, path in zip(temporaries, paths, strict=True):
+                if overwrite:
+                    os.replace(temporary, path)
+                else:
+                    undo.callback(_withdraw, path, os.stat(temporary))
+                    _place(temporary, path)
+            undo.pop_all()
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise write_error(paths[0], error) from error
+    return True
+
+
+def _place(temporary: Path, path: Path) -> None:
+    """Name a file without replacing one: of several processes that try, one succeeds and the others see the name taken.
+
+    Some file systems have no hard links (FAT, a few network ones). There an empty file reserves the name first.
+    """
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        with contextlib.ExitStack() as undo:
+            path.touch(exist_ok=False)
+            undo.callback(discard, path)
+            os.replace(temporary, path)
+            undo.pop_all()
+
+
+def _withdraw(path: Path, ours: os.stat_result) -> None:
+    """Remove a name if it stands for our file, and not for one that was there before."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.lstat(path), ours):
+            os.unlink(path)
+
+
+def check_target(path: Path, *, overwrite: bool) -> None:
+    """Raise OutputError where a file of that name can't be written, or is there already and may not be replaced."""
+    problem = f"{path} is a directory; give a file name" if path.is_dir() else _target_problem(path, overwrite)
+    if problem:
+        raise OutputError(problem, path=str(path))
+    check_writable(path.parent)
+
+
+def write_whole(path: Path, text: str, *, overwrite: bool) -> None:
+    """Write a text file whole or not at all. Raises OutputError and WriteError."""
+    check_target(path, overwrite=overwrite)
+    with contextlib.ExitStack() as cleanup:
+        temporary = write_temporary(path.parent, text.encode(), cleanup)
+        if not publish([temporary], [path], overwrite=overwrite):
+            raise OutputError(f"{path} was taken by another file meanwhile; choose another name", path=str(path))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from safelight.attention.plan import AttentionPlan, PlannedLayer
+from safelight.attention.plan import AttentionPlan, LayerGroup, PlannedLayer
 from safelight.attention.requirements import AttentionRequirements
 from safelight.attention.select import Selection, Verdict
-from safelight.cli import explain, generate
+from safelight.cli import doctor, explain, facts, generate
 from safelight.errors import CheckpointError
 from safelight.platforms.facts import DeviceFacts, MachineFacts
 from safelight.request import SEED_LIMIT, Output, Progress, Request, Result, request_error
@@ -28,6 +28,14 @@ def plan_with(backend="sdpa"):
 
 class FakeCheckpoint:
     """A model whose sizes are multiples of 8; 9 frames of 64x64 at 8 fps in 4 steps unless asked."""
+
+    def layer_groups(self, dtype):
+        need = AttentionRequirements(head_dim=64, dtype=dtype, num_heads=4, num_kv_heads=4)
+        return tuple(
+            LayerGroup(requirements=need.replace(component=component, role=role), count=6)
+            for component in ("transformer", "text_encoder")
+            for role in ("self", "cross")
+        )
 
     def resolve(self, request: Request) -> Request:
         defaults = {
@@ -107,4 +115,4 @@ def commands_with(engine):
     def run(line, console):
         generate.run(line, console, engine_factory=engine.open, checkpoint_factory=open_checkpoint)
 
-    return (dataclasses.replace(generate.COMMAND, run=run), explain.COMMAND)
+    return (dataclasses.replace(generate.COMMAND, run=run), explain.COMMAND, doctor.COMMAND, facts.COMMAND)

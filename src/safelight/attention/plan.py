@@ -112,7 +112,7 @@ def build_plan(
     """
     kinds = {(group.requirements, group.supported) for group in groups}
     assert len(kinds) == len(groups), "layers with equal requirements and equal scope are one group"
-    _check_names(groups, sources)
+    check_names(groups, sources)
     platform = platform_named(machine.platform)
     order = platform.automatic_order(machine)
     habit = platform.preference(machine)
@@ -133,8 +133,8 @@ def build_plan(
     return AttentionPlan(machine=machine, layers=tuple(layers))
 
 
-def _check_names(groups: Sequence[LayerGroup], sources: Sequence[Sequence[BackendPreference]]) -> None:
-    """Refuse what a person said about a component or a role that the model doesn't have (S3)."""
+def check_names(groups: Sequence[LayerGroup], sources: Sequence[Sequence[BackendPreference]]) -> None:
+    """Raise RequestError for what a person said about a component or a role that the model doesn't have (S3)."""
     roles: dict[str, set[str]] = {}
     for group in groups:
         roles.setdefault(group.requirements.component, set()).add(group.requirements.role)

@@ -200,9 +200,7 @@ def why_not(
         near = get_close_matches(name.lower(), [*backends, *(a for b in backends.values() for a in b.aliases)], n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         return (Reason("unknown", f"no backend has this name{hint}, there are {', '.join(sorted(backends))}"),)
-    reasons = [*_hardware(backend, machine)]
-    if runs_here and backend.load is None:
-        reasons.append(Reason("package", "adapter not built yet"))
+    reasons = [*hardware_reasons(backend, machine, runs_here=runs_here)]
     if supported is not None and name not in supported:
         reasons.append(Reason("scope", "not supported by this attention layer"))
     reasons += [Reason("capability", detail) for detail in _missing(backend, requirements)]
@@ -213,7 +211,10 @@ def why_not(
     return tuple(reasons)
 
 
-def _hardware(backend: AttentionBackend, machine: MachineFacts) -> list[Reason]:
+def hardware_reasons(
+    backend: AttentionBackend, machine: MachineFacts, *, runs_here: bool = False
+) -> tuple[Reason, ...]:
+    """What a machine lacks for a backend, whatever the layer: platform, architecture, package, adapter."""
     reasons = []
     if backend.platforms and machine.platform not in backend.platforms:
         allowed = ", ".join(sorted(backend.platforms))
@@ -223,7 +224,9 @@ def _hardware(backend: AttentionBackend, machine: MachineFacts) -> list[Reason]:
         reasons.append(Reason("arch", f"has code for {', '.join(arches)}, this device is {machine.arch}"))
     if backend.package is not None:
         reasons += [Reason("package", detail) for detail in _package_problems(backend.package, machine)]
-    return reasons
+    if runs_here and backend.load is None:
+        reasons.append(Reason("package", "adapter not built yet"))
+    return tuple(reasons)
 
 
 def _package_problems(package: Package, machine: MachineFacts) -> Iterable[str]:

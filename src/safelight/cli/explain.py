@@ -1,39 +1,151 @@
-"""`safelight explain FILE`: how a result came about, as the file itself tells it."""
+"""`safelight explain`: the attention plan of a model on a machine; or with FILE, how a result came about."""
 
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from safelight.cli import choices, values
 from safelight.cli.console import Console
 from safelight.cli.generate import described
 from safelight.cli.options import Argument, Command, CommandLine, Option, wrong_command_line
+from safelight.cli.tables import machine_line, table
 from safelight.errors import RequestError
+
+if TYPE_CHECKING:
+    from safelight.attention.plan import AttentionPlan, PlannedLayer
+
+_WIDTH = 100
 
 
 def run(line: CommandLine, console: Console) -> None:
-    """Print a file's metadata: for people, or with `--json` the document as it is in the file."""
+    """Print a plan or a file's metadata: for people, or with `--json` as JSON."""
+    if line.values["file"] is None:
+        _explain_plan(line, console)
+    else:
+        _explain_file(line, console)
+
+
+# A plan
+
+
+def _explain_plan(line: CommandLine, console: Console) -> None:
+    from safelight.attention.lock import lock_text
+    from safelight.naming import check_target, write_whole
+
+    given = line.values
+    out: Path | None = given["lock"]
+    if out is not None:
+        check_target(out, overwrite=given["overwrite"])
+    plan = _plan(line)
+    if out is not None:
+        write_whole(out, lock_text(plan), overwrite=given["overwrite"])
+        print(f"safelight: the plan is in {out}", file=console.err)
+    if given["json"]:
+        import json
+
+        json.dump(plan.to_json(), console.out)
+        console.out.write("\n")
+    else:
+        console.out.writelines(f"{text}\n" for text in _plan_lines(plan))
+
+
+def _plan(line: CommandLine) -> "AttentionPlan":
+    from safelight.attention.select import found_backends
+    from safelight.planning import plan_model, preference_sources
+
+    given, problems = line.values, line.problems
+    attention = choices.attention_of(given["attention"], problems)
+    settings = choices.settings_from_environment(problems)
+    if given["machine"] is not None and given["device"] is not None:
+        problems.append("--device names a device of this machine, and --machine another machine; give one of them")
+    if given["overwrite"] and given["lock"] is None:
+        problems.append("--overwrite is for --lock FILE; give that too, or leave it out")
+    if problems:
+        raise wrong_command_line(problems)
+    backends = found_backends()
+    model: str | None = given["model"] or (settings.model.value if settings.model else None)
+    return plan_model(
+        model,
+        choices.machine_of(given["machine"], given["device"], settings, backends),
+        {backend.name: backend for backend in backends.declarations},
+        sources=preference_sources(argument=attention, argument_source=choices.FLAG, settings=settings),
+        dtype=given["dtype"],
+        settings=settings,
+        runs_here=given["machine"] is None,
+    )
+
+
+def _plan_lines(plan: "AttentionPlan") -> Iterator[str]:
+    """The plan for people: a row for each kind of layer, then who was refused and why."""
+    yield machine_line(plan.machine)
+    yield ""
+    rows = [("component", "role", "layers", "dtype", "backend", "why")]
+    for layer in plan.layers:
+        need, selection = layer.requirements, layer.selection
+        source = "" if selection.preference is None else selection.preference.source
+        why = selection.reason or source
+        if selection.reason and source:
+            why += f": {selection.preference.backend if selection.preference else ''} ({source}) doesn't fit"
+        rows.append((need.component, need.role, str(layer.count), need.dtype, selection.backend, why))
+    yield from table(rows)
+    for names, layer in _by_refusals(plan.layers):
+        if layer.selection.rejected:
+            yield ""
+            yield f"refused for {', '.join(names)}"
+            width = max(len(verdict.backend) for verdict in layer.selection.rejected)
+            for verdict in layer.selection.rejected:
+                reasons = "; ".join(f"{reason.kind}: {reason.detail}" for reason in verdict.reasons)
+                yield from textwrap.wrap(
+                    f"  {verdict.backend:<{width}}  {reasons}", _WIDTH, subsequent_indent=" " * (width + 4)
+                )
+    for note in plan.machine.notes:
+        yield f"note: {note}"
+
+
+def _by_refusals(layers: "Sequence[PlannedLayer]") -> "list[tuple[list[str], PlannedLayer]]":
+    """Kinds of layers that refuse the same backends for the same reasons, told once."""
+    groups: dict[Any, tuple[list[str], PlannedLayer]] = {}
+    for layer in layers:
+        name = f"{layer.requirements.component}.{layer.requirements.role}"
+        groups.setdefault(layer.selection.rejected, ([], layer))[0].append(name)
+    return list(groups.values())
+
+
+# A file
+
+
+def _explain_file(line: CommandLine, console: Console) -> None:
     from safelight.media import read_metadata
 
+    given = line.values
+    for option in COMMAND.options:
+        if option.key != "json" and given[option.key]:
+            line.problems.append(f"{option.flag} is for a plan; leave FILE out, or give FILE alone")
     if line.problems:
         raise wrong_command_line(line.problems)
-    document = read_metadata(Path(line.values["file"]))
-    if line.values["json"]:
+    if given["file"].endswith(".json"):
+        raise RequestError(
+            f"{given['file']} isn't a PNG or MP4; to plan for the machine in it: --machine {given['file']}"
+        )
+    document = read_metadata(Path(given["file"]))
+    if given["json"]:
         import json
 
         json.dump(document, console.out)
         console.out.write("\n")
         return
     try:
-        lines = list(_lines(document))
+        lines = list(_file_lines(document))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RequestError(
-            f"{line.values['file']} was written by safelight {document['safelight']}, whose metadata this version "
+            f"{given['file']} was written by safelight {document['safelight']}, whose metadata this version "
             f"doesn't know ({error!r}); explain FILE --json prints it as it is"
         ) from error
     console.out.writelines(f"{_printable(text)}\n" for text in lines)
 
 
-def _lines(document: Mapping[str, Any]) -> Iterator[str]:
+def _file_lines(document: Mapping[str, Any]) -> Iterator[str]:
     from safelight.attention.plan import AttentionPlan
 
     output, request = document["outputs"][0], {"model": document["model"], **document["request"]}
@@ -60,9 +172,29 @@ def _printable(text: str) -> str:
 
 COMMAND = Command(
     name="explain",
-    summary="Show how a result came about: prompt, seed, settings, model and attention.",
-    argument=Argument(metavar="FILE", help="a PNG or MP4 that safelight wrote", example="circle.mp4"),
-    options=(Option(flag="--json", help="print the file's metadata as JSON"),),
-    notes="The settings shown make this very picture again.",
+    summary="Show which attention kernel each layer gets and why; or how a result came about.",
+    argument=Argument(
+        metavar="FILE",
+        help="a PNG or MP4 that safelight wrote: print its prompt, settings and attention instead",
+        example="circle.mp4",
+        is_required=False,
+    ),
+    options=(
+        choices.MODEL,
+        choices.MACHINE,
+        choices.ATTENTION,
+        choices.DTYPE,
+        choices.DEVICE,
+        Option(
+            flag="--lock",
+            metavar="OUT",
+            convert=values.path,
+            help="also write the plan, for `safelight generate --plan OUT`",
+        ),
+        Option(flag="--overwrite", help="replace OUT if it exists"),
+        Option(flag="--json", help="print JSON"),
+    ),
+    notes="Nothing is loaded. --model also takes the name of a published model: safelight explain --model wan2.1-14b\n"
+    "--machine mi300x-rocm7-aiter. On another machine, kernels whose adapters aren't built yet take part too.",
     run=run,
 )

@@ -3,21 +3,21 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safelight.cli import values
+from safelight.cli import choices, values
 from safelight.cli.console import Console
-from safelight.cli.options import Argument, Command, CommandLine, Option, nearest, quoted, wrong_command_line
+from safelight.cli.options import Argument, Command, CommandLine, Option, wrong_command_line
 from safelight.cli.progress import duration, progress_on
-from safelight.config import Settings, parse_attention
 from safelight.errors import CheckpointError, OutputError, RequestError
 from safelight.request import Progress, Request, draw_seed
 
 if TYPE_CHECKING:
     from safelight.engine import Engine
     from safelight.pipelines import Checkpoint
+    from safelight.planning import Sources
 
 # What a field of Request is called on the command line.
 _FLAGS = {
@@ -59,25 +59,30 @@ def run(
 
     Whatever can be known to be wrong without torch is told first, all of it at once.
     """
+    from safelight.attention.lock import read_lock
     from safelight.media import save_result
+    from safelight.planning import preference_sources
 
     started_s = time.perf_counter()
     given = line.values
-    attention = _attention(given["attention"], line.problems)
-    settings = _settings(line.problems)
+    attention = choices.attention_of(given["attention"], line.problems)
+    settings = choices.settings_from_environment(line.problems)
     model: str | None = given["model"] or (settings.model.value if settings.model else None)
     request = _request(given, line.problems, console)
-    request = _checked(request, given, model, line.problems, checkpoint_factory)
+    sources = preference_sources(argument=attention, argument_source=choices.FLAG, settings=settings)
+    request = _checked(request, given, model, sources, line.problems, checkpoint_factory)
+    plan_lock = None if given["plan"] is None else read_lock(given["plan"])
 
     with progress_on(console.err) as progress:
         progress(Progress(stage="load", step=0, num_steps=1, elapsed_s=0.0))
         engine = engine_factory(
             model,
             attention=attention or None,
-            attention_source="`--attention` flag",
+            attention_source=choices.FLAG,
             device=given["device"],
             dtype=given["dtype"],
             settings=settings,
+            plan_lock=plan_lock,
             report=progress,
         )
         progress.say(f"{engine.model} on {engine.machine.platform} ({engine.machine.arch}), {engine.dtype}")
@@ -146,10 +151,12 @@ def _checked(
     request: Request | None,
     given: Mapping[str, Any],
     model: str | None,
+    sources: "Sources",
     problems: list[str],
     checkpoint_factory: "Callable[[str | None], Checkpoint]",
 ) -> Request:
     """The request with the model's defaults, after every check that needs no torch; raises all that was found."""
+    from safelight.attention.plan import check_names
     from safelight.media import check_dimensions
     from safelight.naming import plan_paths
 
@@ -158,12 +165,13 @@ def _checked(
     if is_here or not problems:  # a hub's model isn't downloaded for a command line that is wrong anyway
         try:
             checkpoint = checkpoint_factory(model)
+            check_names(checkpoint.layer_groups("float32"), sources)
             if request is not None:
                 request = checkpoint.resolve(request)
         except CheckpointError as error:
             errors.append(error)
         except RequestError as error:
-            problems.extend(_by_flag(error))
+            problems.extend(_by_flag(error) if "fields" in error.details else [error.message])
     if request is not None:
         out: Path | None = given["out"]
         # Where the model's default isn't known, the name that was given tells what is expected.
@@ -203,39 +211,6 @@ def _prompt_from_stdin(problems: list[str], console: Console) -> str | None:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _settings(problems: list[str]) -> Settings:
-    """What is set outside the command line; nothing where it is wrong, which ends up among the problems."""
-    try:
-        return Settings.from_environment()
-    except RequestError as error:
-        problems.extend(error.details["problems"])
-        return Settings()
-
-
-def _attention(given: Sequence[str], problems: list[str]) -> dict[str, str]:
-    """What `--attention` names, by component and role; "" is everything."""
-    if not given:
-        return {}
-    from safelight.attention.select import AUTO, canonical, declared_backends
-
-    try:
-        choices = parse_attention(given, "--attention")
-    except RequestError as error:
-        problems.extend(f"--attention: {problem}" for problem in error.details["problems"])
-        return {}
-    backends = declared_backends()
-    for choice in choices:
-        if choice.backend != AUTO and canonical(choice.backend, backends) not in backends:
-            aliases = [alias for backend in backends.values() for alias in backend.aliases]
-            near = nearest(choice.backend, [AUTO, *backends, *aliases])
-            hint = "" if near is None else f"did you mean {near}? "
-            problems.append(
-                f"--attention names {quoted(choice.backend)}; no backend has this name. "
-                f"{hint}They are {', '.join(sorted({AUTO, *backends}))}"
-            )
-    return {choice.names: choice.backend for choice in choices}
-
-
 COMMAND = Command(
     name="generate",
     summary="Make an image or a video from a prompt.",
@@ -245,13 +220,7 @@ COMMAND = Command(
         example='"a red circle moving right"',
     ),
     options=(
-        Option(
-            flag="--model",
-            metavar="PATH_OR_ID",
-            convert=values.name,
-            help="a model's directory in diffusers' layout, or its id on the hub (default: the demo model)",
-            also=("--checkpoint", "--model-path", "--pretrained", "--ckpt"),
-        ),
+        choices.MODEL,
         Option(
             flag="--negative",
             metavar="TEXT",
@@ -314,21 +283,16 @@ COMMAND = Command(
             also=("--output", "-o", "--save-path", "--output-path", "--outfile"),
         ),
         Option(flag="--overwrite", help="replace FILE if it exists", also=("--force", "--yes", "-y")),
+        choices.ATTENTION,
         Option(
-            flag="--attention",
-            metavar="NAME",
-            repeats=True,
-            help="the attention backend: NAME, COMPONENT=NAME or COMPONENT.ROLE=NAME; can be given several times",
-            also=("--attention-backend", "--attn", "--backend", "--attn-backend"),
+            flag="--plan",
+            metavar="FILE",
+            convert=values.path,
+            help="run only with the kernels that this file has; `safelight explain --lock FILE` writes it",
+            also=("--lock", "--plan-lock"),
         ),
-        Option(flag="--device", metavar="NAME", convert=values.name, help="where to run: cpu, cuda, cuda:1, mps"),
-        Option(
-            flag="--dtype",
-            metavar="NAME",
-            convert=values.dtype,
-            help="float32, bfloat16 or float16",
-            also=("--torch-dtype", "--precision"),
-        ),
+        choices.DEVICE,
+        choices.DTYPE,
         Option(flag="--json", help="print the result, or the error, as JSON"),
     ),
     notes="What isn't given is the model's default. The settings are kept in the file: `safelight explain FILE`.",

@@ -65,9 +65,9 @@ def _run(argv: list[str] | None, commands: "Sequence[Command] | None", interrupt
 
 
 def _commands() -> "Sequence[Command]":
-    from safelight.cli import explain, generate
+    from safelight.cli import doctor, explain, facts, generate
 
-    return (generate.COMMAND, explain.COMMAND)
+    return (generate.COMMAND, explain.COMMAND, doctor.COMMAND, facts.COMMAND)
 
 
 def _dispatch(arguments: Sequence[str], commands: "Sequence[Command]", console: "Console") -> int:

@@ -40,6 +40,7 @@ class Argument:
     metavar: str
     help: str
     example: str
+    is_required: bool = True
 
     @property
     def key(self) -> str:
@@ -57,11 +58,14 @@ class CommandLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command: what it accepts and what runs it. `run` returns when all is done, and raises otherwise."""
+    """A command: what it accepts and what runs it. `run` returns when all is done, and raises otherwise.
+
+    `argument` None means that it takes options alone.
+    """
 
     name: str
     summary: str
-    argument: Argument
+    argument: Argument | None
     options: tuple[Option, ...]
     notes: str
     run: "Callable[[CommandLine, Console], None]"
@@ -80,27 +84,32 @@ class Command:
         except argparse.ArgumentError as error:
             raise RequestError(self._what_is_wrong(error)) from None
         given: dict[str, Any] = vars(found)
-        problems = self._surplus(given[self.argument.key], extras)
-        values: dict[str, Any] = {self.argument.key: given[self.argument.key]}
-        for option in self.options:
-            values[option.key] = _value(option, given[option.key], problems)
-        if values[self.argument.key] is None and not problems:
-            example = f"safelight {self.name} {self.argument.example}"
-            problems.append(f"{self.argument.metavar} is missing; for example: {example}")
+        argument = None if self.argument is None else given[self.argument.key]
+        problems = self._surplus(argument, extras)
+        values: dict[str, Any] = {option.key: _value(option, given[option.key], problems) for option in self.options}
+        if self.argument is not None:
+            values[self.argument.key] = argument
+            if argument is None and self.argument.is_required and not problems:
+                example = f"safelight {self.name} {self.argument.example}"
+                problems.append(f"{self.argument.metavar} is missing; for example: {example}")
         return CommandLine(values=values, problems=problems)
 
     def _parser(self) -> argparse.ArgumentParser:
+        word = "" if self.argument is None else self.argument.metavar
+        if self.argument is not None and not self.argument.is_required:
+            word = f"[{word}]"
         parser = argparse.ArgumentParser(
             prog=f"safelight {self.name}",
             description=self.summary,
             epilog=self.notes,
-            usage=f"safelight {self.name} {self.argument.metavar} [options]",
+            usage=" ".join(filter(None, ("safelight", self.name, word, "[options]"))),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
             exit_on_error=False,
             add_help=False,
         )
-        parser.add_argument(self.argument.key, metavar=self.argument.metavar, help=self.argument.help, nargs="?")
+        if self.argument is not None:
+            parser.add_argument(self.argument.key, metavar=self.argument.metavar, help=self.argument.help, nargs="?")
         for option in self.options:
             if option.metavar is None:
                 parser.add_argument(option.flag, dest=option.key, help=option.help, action="store_true")
@@ -128,7 +137,10 @@ class Command:
             # Without knowing whether it takes a value, nothing can be said about the words around it.
             return [self._unknown_option(name) for name in unknown]
         words = [text for text in extras if text != "--"]
+        if words and self.argument is None:
+            return [f"{self.name} takes options alone, found {quoted(' '.join(words))}"]
         if words:
+            assert self.argument is not None
             whole = " ".join([argument or "", *words])
             return [f"{self.argument.metavar} is one argument, found {len(words) + 1}; put it in quotes: {whole!r}"]
         return []

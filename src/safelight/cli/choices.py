@@ -1,0 +1,98 @@
+"""What several commands let a person choose: model, attention, device and dtype, and the settings behind them."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from safelight.cli import values
+from safelight.cli.options import Option, nearest, quoted
+from safelight.config import Settings, parse_attention
+from safelight.errors import RequestError
+
+if TYPE_CHECKING:
+    from safelight.catalog import Found
+    from safelight.platforms.facts import MachineFacts
+
+FLAG = "`--attention` flag"
+
+MODEL = Option(
+    flag="--model",
+    metavar="PATH_OR_ID",
+    convert=values.name,
+    help="a model's directory in diffusers' layout, or its id on the hub (default: the demo model)",
+    also=("--checkpoint", "--model-path", "--pretrained", "--ckpt"),
+)
+ATTENTION = Option(
+    flag="--attention",
+    metavar="NAME",
+    repeats=True,
+    help="the attention backend: NAME, COMPONENT=NAME or COMPONENT.ROLE=NAME; can be given several times",
+    also=("--attention-backend", "--attn", "--backend", "--attn-backend"),
+)
+DEVICE = Option(flag="--device", metavar="NAME", convert=values.name, help="where to run: cpu, cuda, cuda:1, mps")
+DTYPE = Option(
+    flag="--dtype",
+    metavar="NAME",
+    convert=values.dtype,
+    help="float32, bfloat16 or float16",
+    also=("--torch-dtype", "--precision"),
+)
+MACHINE = Option(
+    flag="--machine",
+    metavar="NAME_OR_FILE",
+    convert=values.name,
+    help="another machine than this: a described one by name, or a file that `safelight facts` wrote",
+)
+
+
+def settings_from_environment(problems: list[str]) -> Settings:
+    """What is set outside the command line; nothing where it is wrong, which ends up among the problems."""
+    try:
+        return Settings.from_environment()
+    except RequestError as error:
+        problems.extend(error.details["problems"])
+        return Settings()
+
+
+def device_of(given: str | None, settings: Settings) -> tuple[str | None, str | None]:
+    """The device that is asked for, and by what where that isn't the command line."""
+    if given is None and settings.device is not None:
+        return settings.device.value, settings.device.source
+    return given, None
+
+
+def machine_of(
+    name: str | None, device: str | None, settings: Settings, backends: "Found", *, imports_all: bool = False
+) -> "MachineFacts":
+    """A described machine by its name or file; None is this one, on the device that is asked for."""
+    from safelight.platforms import load_machine
+
+    if name is not None:
+        return load_machine(name)
+    from safelight.attention.machine import this_machine
+
+    asked, source = device_of(device, settings)
+    return this_machine(backends, asked, source=source, imports_all=imports_all)
+
+
+def attention_of(given: Sequence[str], problems: list[str]) -> dict[str, str]:
+    """What `--attention` names, by component and role; "" is everything."""
+    if not given:
+        return {}
+    from safelight.attention.select import AUTO, canonical, declared_backends
+
+    try:
+        choices = parse_attention(given, "--attention")
+    except RequestError as error:
+        problems.extend(f"--attention: {problem}" for problem in error.details["problems"])
+        return {}
+    backends = declared_backends()
+    for choice in choices:
+        if choice.backend != AUTO and canonical(choice.backend, backends) not in backends:
+            aliases = [alias for backend in backends.values() for alias in backend.aliases]
+            near = nearest(choice.backend, [AUTO, *backends, *aliases])
+            hint = "" if near is None else f"did you mean {near}? "
+            problems.append(
+                f"--attention names {quoted(choice.backend)}; no backend has this name. "
+                f"{hint}They are {', '.join(sorted({AUTO, *backends}))}"
+            )
+    return {choice.names: choice.backend for choice in choices}
