@@ -28,7 +28,7 @@ HEAVY = (
     *("av", "diffusers", "ftfy", "huggingface_hub", "numpy", "PIL", "safetensors"),
     *("tokenizers", "torch", "tqdm", "transformers"),
 )
-COMMANDS = (["--help"], ["generate", "--help"], ["explain", "--help"])
+COMMANDS = (["--help"], *([name, "--help"] for name in ("generate", "explain", "doctor", "facts")))
 COMMAND = Path(sys.executable).parent / "safelight"
 
 
