@@ -134,6 +134,11 @@ def config_file(environ: Mapping[str, str]) -> Path | None:
     return Path(folder, "safelight", "config.toml")
 
 
+def found_config_file() -> Path | None:
+    """The config file that this process's environment leads to, whether it is there or not."""
+    return config_file(os.environ)
+
+
 def environment_switches(names: Iterable[str]) -> dict[str, str]:
     """The values that this process's environment has for some variables, by name: the switches of kernels' packages.
 

@@ -107,7 +107,7 @@ def test_a_prompt_becomes_a_video(generate, here):
     ran = generate(PROMPT, "--seed", "7", "--json")
     assert ran.status == 0, ran.err
     document = json.loads(ran.out)
-    assert list(document) == ["outputs", "plan", "request", "timings_s", "warnings"]
+    assert list(document) == ["outputs", "plan", "request", "timings_s", "warnings", "model"]
     [output] = document["outputs"]
     assert list(output) == ["path", "seed", "width", "height", "num_frames", "fps"]
     assert output["seed"] == 7

@@ -132,7 +132,7 @@ def test_a_misspelt_component_names_those_there_are(safelight, engine):
         (("--machine", "h100", "--dtype", "int8"), "--dtype is 'int8'"),
         (("--machine", "h100", "--attention", "sdpaa"), "did you mean sdpa?"),
         (("cat.mp4", "--machine", "h100"), "--machine is for a plan; leave FILE out"),
-        (("machine.json",), "to plan for the machine in it: --machine machine.json"),
+        (("machine.json",), "did you mean --machine machine.json?"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(safelight, arguments, message):

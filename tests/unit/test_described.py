@@ -228,5 +228,5 @@ def test_everything_wrong_with_a_machine_is_said_at_once(tmp_path):
 @pytest.mark.parametrize("data", [b"\xff\xfe{\x00", b"\x89PNG\r\n\x1a\n", bytes(range(256))])
 def test_a_file_that_is_no_text(tmp_path, data):
     (tmp_path / "m.json").write_bytes(data)
-    with pytest.raises(RequestError, match="isn't JSON"):
+    with pytest.raises(RequestError, match=r"isn't JSON|carries no Safelight metadata"):
         load_machine(tmp_path / "m.json")

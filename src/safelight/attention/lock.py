@@ -60,7 +60,7 @@ def differences(locked: AttentionPlan, plan: AttentionPlan) -> list[str]:
             why = _why_refused(was, is_now)
             found.append(f"{line} ({why})" if why else line)
     if found:
-        found += [f"machine: {text}" for text in _changed_facts(locked.machine, plan.machine)]
+        found += [f"machine: {text}" for text in changed_facts(locked.machine, plan.machine)]
     return found
 
 
@@ -91,7 +91,8 @@ def _why_refused(was: PlannedLayer | None, is_now: PlannedLayer | None) -> str |
     return None
 
 
-def _changed_facts(before: MachineFacts, after: MachineFacts) -> Iterator[str]:
+def changed_facts(before: MachineFacts, after: MachineFacts) -> Iterator[str]:
+    """How a machine's facts differ from earlier ones, in words. By itself that is no reason to refuse a lock."""
     old, new = before.to_json(), after.to_json()
     for name in old:
         if name not in ("packages", "env", "notes", "devices") and old[name] != new[name]:

@@ -40,7 +40,7 @@ MACHINE = Option(
     flag="--machine",
     metavar="NAME_OR_FILE",
     convert=values.name,
-    help="another machine than this: a described one by name, or a file that `safelight facts` wrote",
+    help="another machine than this: a described one by name, or the one in a file: facts, a plan or a result",
 )
 
 

@@ -1,6 +1,6 @@
 """`safelight explain`: the attention plan of a model on a machine; or with FILE, how a result came about."""
 
-import textwrap
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,13 +9,11 @@ from safelight.cli import choices, values
 from safelight.cli.console import Console
 from safelight.cli.generate import described
 from safelight.cli.options import Argument, Command, CommandLine, Option, wrong_command_line
-from safelight.cli.tables import machine_line, table
+from safelight.cli.tables import machine_line, printable, table, wrapped
 from safelight.errors import RequestError
 
 if TYPE_CHECKING:
     from safelight.attention.plan import AttentionPlan, PlannedLayer
-
-_WIDTH = 100
 
 
 def run(line: CommandLine, console: Console) -> None:
@@ -92,15 +90,13 @@ def _plan_lines(plan: "AttentionPlan") -> Iterator[str]:
     for names, layer in _by_refusals(plan.layers):
         if layer.selection.rejected:
             yield ""
-            yield f"refused for {', '.join(names)}"
+            yield from wrapped("", f"refused for {', '.join(names)}")
             width = max(len(verdict.backend) for verdict in layer.selection.rejected)
             for verdict in layer.selection.rejected:
                 reasons = "; ".join(f"{reason.kind}: {reason.detail}" for reason in verdict.reasons)
-                yield from textwrap.wrap(
-                    f"  {verdict.backend:<{width}}  {reasons}", _WIDTH, subsequent_indent=" " * (width + 4)
-                )
+                yield from wrapped(f"  {verdict.backend:<{width}}  ", reasons)
     for note in plan.machine.notes:
-        yield f"note: {note}"
+        yield from wrapped("note: ", note)
 
 
 def _by_refusals(layers: "Sequence[PlannedLayer]") -> "list[tuple[list[str], PlannedLayer]]":
@@ -124,10 +120,8 @@ def _explain_file(line: CommandLine, console: Console) -> None:
             line.problems.append(f"{option.flag} is for a plan; leave FILE out, or give FILE alone")
     if line.problems:
         raise wrong_command_line(line.problems)
-    if given["file"].endswith(".json"):
-        raise RequestError(
-            f"{given['file']} isn't a PNG or MP4; to plan for the machine in it: --machine {given['file']}"
-        )
+    if (meant := _meant(given["file"])) is not None:
+        raise RequestError(f"{given['file']} isn't a PNG or MP4; did you mean {meant}?")
     document = read_metadata(Path(given["file"]))
     if given["json"]:
         import json
@@ -142,7 +136,7 @@ def _explain_file(line: CommandLine, console: Console) -> None:
             f"{given['file']} was written by safelight {document['safelight']}, whose metadata this version "
             f"doesn't know ({error!r}); explain FILE --json prints it as it is"
         ) from error
-    console.out.writelines(f"{_printable(text)}\n" for text in lines)
+    console.out.writelines(f"{printable(text)}\n" for text in lines)
 
 
 def _file_lines(document: Mapping[str, Any]) -> Iterator[str]:
@@ -165,9 +159,16 @@ def _file_lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"warning: {warning}"
 
 
-def _printable(text: str) -> str:
-    """Text from a file, unable to move a terminal's cursor or break a line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+def _meant(file: str) -> str | None:
+    """The option that somebody meant who gives, as a result, what is none."""
+    from safelight.planning import published_models
+    from safelight.platforms import machine_names
+    from safelight.weights.model_index import MODEL_INDEX
+
+    if file.lower().endswith(".json") or (file in machine_names() and not os.path.exists(file)):
+        return f"--machine {file}"
+    is_name = file in published_models() and not os.path.exists(file)
+    return f"--model {file}" if is_name or os.path.exists(os.path.join(file, MODEL_INDEX)) else None
 
 
 COMMAND = Command(

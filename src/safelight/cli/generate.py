@@ -15,6 +15,7 @@ from safelight.errors import CheckpointError, OutputError, RequestError
 from safelight.request import Progress, Request, draw_seed
 
 if TYPE_CHECKING:
+    from safelight.attention.plan import AttentionPlan
     from safelight.engine import Engine
     from safelight.pipelines import Checkpoint
     from safelight.planning import Sources
@@ -59,7 +60,7 @@ def run(
 
     Whatever can be known to be wrong without torch is told first, all of it at once.
     """
-    from safelight.attention.lock import read_lock
+    from safelight.attention.lock import changed_facts
     from safelight.media import save_result
     from safelight.planning import preference_sources
 
@@ -70,8 +71,8 @@ def run(
     model: str | None = given["model"] or (settings.model.value if settings.model else None)
     request = _request(given, line.problems, console)
     sources = preference_sources(argument=attention, argument_source=choices.FLAG, settings=settings)
+    plan_lock = _plan_lock(given["plan"], line.problems)
     request = _checked(request, given, model, sources, line.problems, checkpoint_factory)
-    plan_lock = None if given["plan"] is None else read_lock(given["plan"])
 
     with progress_on(console.err) as progress:
         progress(Progress(stage="load", step=0, num_steps=1, elapsed_s=0.0))
@@ -88,6 +89,9 @@ def run(
         progress.say(f"{engine.model} on {engine.machine.platform} ({engine.machine.arch}), {engine.dtype}")
         for text in engine.plan(request).lines():
             progress.say(text)
+        if plan_lock is not None:
+            for text in changed_facts(plan_lock.machine, engine.machine):
+                progress.say(f"the same kernels as locked, but {text}")
         result = engine.generate(request, report=progress)
         progress(Progress(stage="write", step=0, num_steps=1, elapsed_s=time.perf_counter() - started_s))
         result = save_result(result, given["out"], overwrite=given["overwrite"])
@@ -138,6 +142,17 @@ def _request(given: Mapping[str, Any], problems: list[str], console: Console) ->
         )
     except RequestError as error:
         problems.extend(_by_flag(error))
+        return None
+
+
+def _plan_lock(path: Path | None, problems: list[str]) -> "AttentionPlan | None":
+    """The locked plan, or None and what is wrong with its file."""
+    from safelight.attention.lock import read_lock
+
+    try:
+        return None if path is None else read_lock(path)
+    except RequestError as error:
+        problems.append(error.message)
         return None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safelight.errors import RequestError
+from safelight.media import PNG_SIGNATURE, read_metadata
 from safelight.platforms.detect import platforms
 from safelight.platforms.facts import DeviceFacts, MachineFacts, PackageFacts
 
@@ -23,7 +24,8 @@ def machine_names() -> tuple[str, ...]:
 def load_machine(name_or_path: str | Path) -> MachineFacts:
     """A described machine: a shipped one by its name, or the path of a JSON file as `safelight facts` writes it.
 
-    RequestError for a name that isn't shipped and a file that isn't there, can't be read or doesn't describe a machine.
+    A plan's JSON, the JSON of a result and a PNG or MP4 that safelight wrote are taken for the machine in them.
+    RequestError for a name that isn't shipped and a file that isn't there, can't be read or describes no machine.
     """
     if name_or_path in machine_names():
         return _read(SHIPPED / f"{name_or_path}.json")
@@ -44,15 +46,29 @@ def load_machine(name_or_path: str | Path) -> MachineFacts:
 
 def _read(path: Path) -> MachineFacts:
     try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))  # some shells write a byte order mark
+        content = path.read_bytes()
     except OSError as error:
         raise RequestError(f"machine file {path} can't be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # what isn't UTF-8 or JSON
-        raise RequestError(f"machine file {path} isn't JSON: {error}") from error
+    if content.startswith(PNG_SIGNATURE) or content[4:8] == b"ftyp":
+        data = read_metadata(path)
+    else:
+        try:
+            data = json.loads(content.decode("utf-8-sig"))  # some shells write a byte order mark
+        except (ValueError, RecursionError) as error:  # what isn't UTF-8 or JSON
+            raise RequestError(f"machine file {path} isn't JSON: {error}") from error
+    data = _machine_in(data)
     problems = _problems(data)
     if problems:
         raise RequestError(f"machine file {path} doesn't describe a machine: {'; '.join(problems)}", problems=problems)
     return MachineFacts.from_json(data)
+
+
+def _machine_in(data: Any) -> Any:
+    """The machine in a plan's JSON, or in that of a result, which holds its plan; anything else as it is."""
+    for key in ("plan", "machine"):
+        if isinstance(data, dict) and "platform" not in data and key in data:
+            data = data[key]
+    return data
 
 
 def _problems(data: Any) -> list[str]:
