@@ -31,6 +31,13 @@ def check_model(model: str | Path | None) -> Checkpoint:
 
     Raises CheckpointError for everything that can be seen without loading weights.
     """
+    if str(model) in published_models() and not Path(str(model)).exists():
+        hub_id = _published(str(model))["hub_id"]
+        raise CheckpointError(
+            f"{model} is the name of a configuration that is shipped for planning; its weights are the hub's {hub_id}: "
+            f"--model {hub_id}",
+            hub_id=hub_id,
+        )
     folder = DEMO if model is None else resolve_model(model)
     index = read_model_index(folder)
     return _family(index.class_name, str(index.path)).open(index)
@@ -55,9 +62,8 @@ def layers_of(model: str | Path | None) -> Callable[[str], tuple[LayerGroup, ...
             hint = f" (did you mean {near[0]}?)" if near else ""
             shipped = f"; shipped configurations are {', '.join(published_models())}{hint}"
             raise CheckpointError(f"{error.message}{shipped}", **error.details) from error
-    path = PUBLISHED / f"{name}.json"
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    family = _family(document["class_name"], str(path))
+    document = _published(str(name))
+    family = _family(document["class_name"], f"{name}.json")
     return lambda dtype: family.layer_groups(document["components"], dtype)
 
 
@@ -106,6 +112,11 @@ def plan_model(
     settings = settings or Settings()
     groups = layers_of(model)(chosen_dtype(dtype, settings, machine))
     return build_plan(groups, machine, request_sources({}, sources), backends, runs_here=runs_here)
+
+
+def _published(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((PUBLISHED / f"{name}.json").read_text(encoding="utf-8"))
+    return document
 
 
 def _family(class_name: str, where: str) -> Family:

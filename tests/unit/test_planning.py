@@ -11,6 +11,7 @@ from safelight.errors import CheckpointError, RequestError
 from safelight.planning import (
     PUBLISHED,
     as_preferences,
+    check_model,
     chosen_dtype,
     layers_of,
     plan_model,
@@ -115,6 +116,12 @@ def test_a_misspelt_model_is_told_what_is_shipped() -> None:
         layers_of("./wan2.1-14bb")
     assert "shipped configurations are wan2.1-1.3b, wan2.1-14b," in caught.value.message
     assert caught.value.message.endswith("(did you mean wan2.1-14b?)")
+
+
+def test_weights_of_a_published_model_are_the_hub_s(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"its weights are the hub's Wan-AI/Wan2\.1-T2V-14B-Diffusers: --model"):
+        check_model("wan2.1-14b")
 
 
 def test_a_folder_of_that_name_is_the_checkpoint(tmp_path, monkeypatch) -> None:
