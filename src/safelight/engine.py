@@ -1,5 +1,6 @@
 """Engine: a model on a machine. Facts make a plan, the plan binds kernels, requests become results."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -141,6 +142,7 @@ class Engine:
             self.machine = loaded.plan.machine  # which knows now what couldn't be loaded
             if self._plan_lock is not None:
                 check_lock(self._plan_lock, loaded.plan)
+            _log_plan(loaded.plan)
             self._loaded[sources] = loaded
         return self._loaded[sources]
 
@@ -294,6 +296,19 @@ class _Run:
         remedy = "try --attention sdpa" + ("" if self.dtype == "float32" else " or --dtype float32")
         lines = self.plan.lines()
         return GenerationError(f"{what} ({'; '.join(lines)}, dtype {self.dtype}); {remedy}", plan=lines, **where)
+
+
+def _log_plan(plan: AttentionPlan) -> None:
+    """One line per component, and at debug level who was refused and why (S13)."""
+    log = logging.getLogger("safelight.attention")
+    for line in plan.lines():
+        log.info("%s", line)
+    for layer in plan.layers:
+        for verdict in layer.selection.rejected:
+            reasons = "; ".join(reason.detail for reason in verdict.reasons)
+            log.debug(
+                "%s.%s: not %s: %s", layer.requirements.component, layer.requirements.role, verdict.backend, reasons
+            )
 
 
 def _as_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,3 +121,14 @@ def test_a_kernel_that_was_asked_for_and_that_cannot_be_loaded_is_an_error(tiny:
 def test_a_kernel_without_an_adapter_is_refused_here(tiny: Path, name: str) -> None:
     with pytest.raises(SelectionError, match="adapter not built yet"):
         Engine.from_pretrained(tiny, device="cpu", attention={"transformer.self": name})
+
+
+def test_a_plan_is_logged_once_with_a_line_per_component_and_refusals_at_debug_level(tiny: Path, caplog) -> None:
+    caplog.set_level("DEBUG", "safelight.attention")
+    made = Engine.from_pretrained(tiny, device="cpu", settings={"attention": "flash3"})
+    made.generate(PROMPT, num_steps=1)
+    told = [(record.levelname, record.getMessage().partition(":")[0]) for record in caplog.records]
+    assert [where for level, where in told if level == "INFO"] == ["text_encoder", "transformer", "vae"]
+    refused = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
+    assert len(refused) == 4
+    assert refused[1].startswith("transformer.self: not flash3: runs on cuda, this machine is cpu; ")
