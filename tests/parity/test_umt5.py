@@ -425,6 +425,7 @@ def test_the_config_says_what_attention_needs() -> None:
         "needs_lse": False,
         "scale": 1.0,
         "equal_lengths": True,
+        "replicated_keys": False,
     }
     config = Umt5Config.from_json(TINY)
     layers = [layer for layer in Umt5Encoder(config, "float16").modules() if isinstance(layer, Attention)]
