@@ -210,14 +210,14 @@ def test_a_platform_may_prefer_a_backend_and_that_is_implicit(tmp_path, monkeypa
     text = """
 from safelight.platforms import Platform
 PLATFORM = Platform(
-    name="acme", torch_device="acme", automatic_order=lambda machine: ("sdpa",), probe=lambda torch: None,
+    name="habitual", torch_device="habitual", automatic_order=lambda machine: ("sdpa",), probe=lambda torch: None,
     default_dtype=lambda machine: "bfloat16", preference=lambda machine: "habit",
 )
 """
-    points = "[safelight.platforms]\nacme = acme_platform:PLATFORM\n"
-    install(tmp_path, "acme", files={"acme_platform.py": text}, entry_points=points)
+    points = "[safelight.platforms]\nhabitual = platform_with_a_habit:PLATFORM\n"
+    install(tmp_path, "habitual", files={"platform_with_a_habit.py": text}, entry_points=points)
     monkeypatch.syspath_prepend(str(tmp_path))
-    machine = MachineFacts(platform="acme")
+    machine = MachineFacts(platform="habitual")
     backends = BACKENDS | {"habit": AttentionBackend(name="habit", summary="made up", load=None)}
     rows = build_plan(GROUPS, machine, (), backends).layers
     # The text encoder's mask is beyond it: never a failure.
@@ -226,6 +226,6 @@ PLATFORM = Platform(
         ("habit", None),
         ("habit", None),
     ]
-    assert rows[1].selection.preference == BackendPreference("habit", "platform acme", False)
+    assert rows[1].selection.preference == BackendPreference("habit", "platform habitual", False)
     auto = build_plan(GROUPS, machine, [[flag("auto")]], backends).layers
     assert [(row.selection.backend, row.selection.reason) for row in auto] == [("sdpa", "platform default")] * 3
