@@ -125,7 +125,7 @@ def _problems(request: Request) -> list[str]:
     whole("height", 1)
     whole("num_frames", 1)
     whole("num_steps", 1, 10_000)
-    whole("num_outputs", 1)
+    whole("num_outputs", 1, 1000)
     whole("seed", 0, SEED_LIMIT - 1)
     guidance = request.guidance_scale
     if guidance is not None and (type(guidance) not in (int, float) or not 0 <= guidance <= 1000):
