@@ -9,26 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# What a package built for another machine raises while it is imported or asked a question. Written out instead of
-# Exception, so that cancelling, running out of memory and our own errors are never taken for a broken package.
-BROKEN: tuple[type[BaseException], ...] = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    BufferError,
-    EOFError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    SystemError,
-    SystemExit,
-    TypeError,
-    ValueError,
-    Warning,
-)
+# What a package built for another machine raises while it is imported or asked a question: anything, errors of its own
+# included. This is the one place where Exception is caught to carry on, since nobody may have asked for the package.
+BROKEN: tuple[type[BaseException], ...] = (Exception, SystemExit)
+# Running out of memory says nothing about a package.
+NOT_BROKEN: tuple[type[BaseException], ...] = (MemoryError,)
 
 
 @dataclass(frozen=True)
@@ -128,5 +113,7 @@ def _from_entry_points(group: str) -> Iterator[tuple[str, str, Any]]:
         origin = f"{point.name} = {point.value}{dist}"
         try:
             yield point.name, origin, point.load()
+        except NOT_BROKEN:
+            raise
         except BROKEN as error:
             yield point.name, origin, _Failed(cause_of(error))

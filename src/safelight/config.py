@@ -227,6 +227,8 @@ def _wrong_value(key: str, value: object) -> str | None:
         return f"it must be text in quotes, such as {KEYS[key]}"
     if key == "model" and not value.strip():
         return "give a model's path or hub id, or leave it unset"
+    if key == "device" and not value.strip():
+        return "give a device such as cuda:1 or cpu, or leave it unset"
     if key == "dtype" and value not in DTYPES:
         return f"it must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}{_hint(value, DTYPES)}"
     return None

@@ -11,9 +11,9 @@ from safelight.attention.backend import AttentionBackend
 from safelight.attention.lock import check_lock
 from safelight.attention.machine import this_machine
 from safelight.attention.plan import AttentionPlan, build_plan
-from safelight.attention.select import found_backends
+from safelight.attention.select import by_name, found_backends
 from safelight.config import Settings, as_settings
-from safelight.errors import GenerationError
+from safelight.errors import GenerationError, RequestError
 from safelight.pipelines import Checkpoint, Pipeline
 from safelight.planning import (
     DEMO_NAME,
@@ -63,6 +63,7 @@ class Engine:
         self._bound: LoadedPlan | None = None
         self._pipeline: Pipeline | None = None
         self._lock = threading.Lock()
+        self._planning = threading.Lock()
 
     @classmethod
     def from_pretrained(
@@ -102,7 +103,7 @@ class Engine:
             machine=machine,
             dtype=chosen_dtype(dtype, settings, machine),
             sources=sources,
-            backends={backend.name: backend for backend in backends.declarations},
+            backends=by_name(backends),
             plan_lock=plan_lock,
         )
         engine.plan()
@@ -129,22 +130,26 @@ class Engine:
         return self._load_plan(request).plan
 
     def _load_plan(self, request: Request | None) -> "LoadedPlan":
+        sources = request_sources({} if request is None else request.attention, self._sources)
+        with self._planning:
+            if sources not in self._loaded:
+                self._loaded[sources] = self._plan_anew(sources)
+            return self._loaded[sources]
+
+    def _plan_anew(self, sources: Sources) -> "LoadedPlan":
         from safelight.attention.runtime import load_plan
 
-        sources = request_sources({} if request is None else request.attention, self._sources)
-        if sources not in self._loaded:
-            groups = self._checkpoint.layer_groups(self.dtype)
+        groups = self._checkpoint.layer_groups(self.dtype)
 
-            def plan_for(machine: MachineFacts) -> AttentionPlan:
-                return build_plan(groups, machine, sources, self._backends, runs_here=True)
+        def plan_for(machine: MachineFacts) -> AttentionPlan:
+            return build_plan(groups, machine, sources, self._backends, runs_here=True)
 
-            loaded = load_plan(plan_for, self.machine, self._backends)
-            self.machine = loaded.plan.machine  # which knows now what couldn't be loaded
-            if self._plan_lock is not None:
-                check_lock(self._plan_lock, loaded.plan)
-            _log_plan(loaded.plan)
-            self._loaded[sources] = loaded
-        return self._loaded[sources]
+        loaded = load_plan(plan_for, self.machine, self._backends)
+        self.machine = loaded.plan.machine  # which knows now what couldn't be loaded
+        if self._plan_lock is not None:
+            check_lock(self._plan_lock, loaded.plan)
+        _log_plan(loaded.plan)
+        return loaded
 
     @overload
     def generate(self, request: Request | str, *, report: Report | None = None, **fields: Any) -> Result: ...
@@ -160,10 +165,15 @@ class Engine:
         Requests on one engine run one after the other, also from several threads. Raises RequestError before any work,
         GenerationError if the run fails (G5), and Cancelled.
         """
+        if not isinstance(request, str | Request | Sequence) or isinstance(request, bytes):
+            raise RequestError(f"the request is {request!r}; it must be a prompt, a Request or a list of Requests")
         if isinstance(request, str):
             return self._generate(Request(prompt=request, **_as_fields(fields)), report)
         if isinstance(request, Request):
             return self._generate(request.replace(**_as_fields(fields)) if fields else request, report)
+        wrong = [one for one in request if not isinstance(one, Request)]
+        if wrong:
+            raise RequestError(f"the list holds {wrong[0]!r}; each must be a Request, as in Request(prompt=...)")
         requests = [one.replace(**_as_fields(fields)) if fields else one for one in request]
         resolved = [self.resolve(one) for one in requests]
         return [self._generate(one, report) for one in resolved]
@@ -293,7 +303,10 @@ class _Run:
         return tell
 
     def _failure(self, what: str, **where: Any) -> GenerationError:
-        remedy = "try --attention sdpa" + ("" if self.dtype == "float32" else " or --dtype float32")
+        is_plain = {layer.selection.backend for layer in self.plan.layers} == {"sdpa"}
+        tries = [] if is_plain else ["--attention sdpa"]
+        tries += [] if self.dtype == "float32" else ["--dtype float32"]
+        remedy = f"try {' or '.join(tries)}" if tries else "the model's weights may be damaged"
         lines = self.plan.lines()
         return GenerationError(f"{what} ({'; '.join(lines)}, dtype {self.dtype}); {remedy}", plan=lines, **where)
 
@@ -313,6 +326,10 @@ def _log_plan(plan: AttentionPlan) -> None:
 
 def _as_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords as a person writes them, as Request's fields: fps may be a number, attention a name."""
+    unknown = sorted(set(fields) - set(Request.__dataclass_fields__))
+    if unknown:
+        allowed = ", ".join(Request.__dataclass_fields__)
+        raise RequestError(f"a request has no {', '.join(unknown)}; its fields are {allowed}", fields=unknown)
     converted = dict(fields)
     if isinstance(converted.get("fps"), int | float | str):
         converted["fps"] = parse_fps(converted["fps"])

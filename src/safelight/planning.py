@@ -17,7 +17,8 @@ from safelight.pipelines import Checkpoint, Family
 from safelight.platforms import platform_named
 from safelight.platforms.facts import MachineFacts
 from safelight.weights.hub import resolve_model
-from safelight.weights.model_index import read_model_index
+from safelight.weights.model_index import ModelIndex, read_model_index
+from safelight.weights.reading import read_json
 
 DEMO = Path(__file__).parent / "demo" / "checkpoint"
 DEMO_NAME = "demo"
@@ -51,17 +52,20 @@ def published_models() -> tuple[str, ...]:
 def layers_of(model: str | Path | None) -> Callable[[str], tuple[LayerGroup, ...]]:
     """What gives a model's attention layers in a dtype: of a published model by its name, else of a checkpoint.
 
-    A path that exists is a checkpoint. Raises CheckpointError.
+    A path that exists is a checkpoint, of which only the configurations are read. Raises CheckpointError.
     """
     name = None if model is None else str(model)
     if name not in published_models() or Path(name).exists():
         try:
-            return check_model(model).layer_groups
+            folder = DEMO if model is None else resolve_model(model, only_configs=True)
         except CheckpointError as error:
             near = difflib.get_close_matches(name or "", published_models(), n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             shipped = f"; shipped configurations are {', '.join(published_models())}{hint}"
             raise CheckpointError(f"{error.message}{shipped}", **error.details) from error
+        index = read_model_index(folder)
+        family, configs = _family(index.class_name, str(index.path)), _configs(index)
+        return lambda dtype: family.layer_groups(configs, dtype)
     document = _published(str(name))
     family = _family(document["class_name"], f"{name}.json")
     return lambda dtype: family.layer_groups(document["components"], dtype)
@@ -101,17 +105,21 @@ def plan_model(
     *,
     sources: Sources = (),
     dtype: str | None = None,
-    settings: Settings | None = None,
     runs_here: bool = False,
 ) -> AttentionPlan:
     """The attention plan of a model on a machine, real or described, without any weight.
 
-    `model` is a published model's name, a checkpoint, or None for the demo. Raises CheckpointError, RequestError and
-    SelectionError.
+    `model` is a published model's name, a checkpoint, or None for the demo; `dtype` None is the platform's own. Raises
+    CheckpointError, RequestError and SelectionError.
     """
-    settings = settings or Settings()
-    groups = layers_of(model)(chosen_dtype(dtype, settings, machine))
+    groups = layers_of(model)(chosen_dtype(dtype, Settings(), machine))
     return build_plan(groups, machine, request_sources({}, sources), backends, runs_here=runs_here)
+
+
+def _configs(index: ModelIndex) -> dict[str, dict[str, Any]]:
+    """The configurations of a checkpoint's components, for those that have one."""
+    files = {component: index.path.parent / component / "config.json" for component in index.components}
+    return {component: read_json(path) for component, path in files.items() if path.exists()}
 
 
 def _published(name: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ WRONG_VALUES = [
     ("--model", "no/such/model", "no model in no/such/model"),
     ("--device", " ", "--device is ' '; give a name"),
     ("--dtype", "float31", "--dtype is 'float31'; did you mean float32?"),
-    ("--dtype", "none", "--dtype is 'none'; It can be float32, bfloat16, float16"),
+    ("--dtype", "none", "--dtype is 'none'; it can be float32, bfloat16, float16"),
     ("--attention", "", "--attention: '' names no backend"),
     ("--attention", "sdpaa", "--attention names 'sdpaa'; no backend has this name. did you mean sdpa?"),
     ("--attention", "none", "--attention names 'none'; no backend has this name."),

@@ -1,21 +1,34 @@
-"""The promises of selection, over the real declarations on the described machines."""
+"""The promises of selection, over the real declarations on the described machines, for layers and for whole models."""
 
-import random
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safelight.attention import AttentionRequirements, BackendPreference, declared_backends, select_backend
+from safelight.attention import (
+    AttentionPlan,
+    AttentionRequirements,
+    BackendPreference,
+    build_plan,
+    declared_backends,
+    select_backend,
+)
+from safelight.attention.lock import differences
 from safelight.attention.requirements import MASKS, ROLES
-from safelight.attention.select import why_not
 from safelight.errors import SelectionError
-from safelight.platforms import load_machine, machine_names
+from safelight.planning import layers_of, published_models
+from safelight.platforms import MachineFacts, load_machine, machine_names
+from tests.unit.promises import check_promises
 
 BACKENDS = declared_backends()
 MACHINES = [load_machine(name) for name in machine_names()]
-NAMES = (*BACKENDS, *(alias for backend in BACKENDS.values() for alias in backend.aliases))
-CHANGES_THE_PICTURE = {name for name, backend in BACKENDS.items() if backend.is_sparse or backend.is_lossy}
+NAMES = sorted({*BACKENDS, *(alias for backend in BACKENDS.values() for alias in backend.aliases)})
+GROUPS = {name: layers_of(name)("bfloat16") for name in published_models()}
 
+SELDOM = st.sampled_from((False, False, False, True))
 LAYERS = st.builds(
     AttentionRequirements,
     head_dim=st.sampled_from((32, 64, 72, 80, 96, 128, 160, 192, 256, 384, 512)),
@@ -24,50 +37,108 @@ LAYERS = st.builds(
     num_kv_heads=st.sampled_from((16, 16, 4)),
     role=st.sampled_from(ROLES),
     component=st.sampled_from(("transformer", "text_encoder")),
-    causal=st.booleans(),
-    mask=st.sampled_from(MASKS),
-    packed_varlen=st.booleans(),
-    needs_lse=st.booleans(),
-    scale=st.sampled_from((None, 1.0)),
+    causal=SELDOM,
+    mask=st.sampled_from((*MASKS, *["none"] * 4)),
+    packed_varlen=SELDOM,
+    needs_lse=SELDOM,
+    scale=st.sampled_from((None, None, None, 1.0)),
     equal_lengths=st.booleans(),
 ).map(lambda need: need.replace(is_auxiliary=need.component == "text_encoder"))
-WISHES = st.none() | st.builds(
-    BackendPreference, st.sampled_from(NAMES), st.just("somebody"), st.booleans(), st.sampled_from(("", "C", "C.R"))
-)
+SUPPORTED = st.none() | st.none() | st.frozensets(st.sampled_from(sorted(BACKENDS)))
 
 
-def outcome(need, machine, wish):
+@st.composite
+def machines(draw) -> MachineFacts:
+    """A described machine as it is, or one on which some packages are gone, broken or of a version that isn't known."""
+    machine = draw(st.sampled_from(MACHINES))
+    states: tuple[dict[str, Any] | None, ...] = ({}, {}, {"version": None}, {"import_error": "OSError: no"}, None)
+    packages = {
+        key: dataclasses.replace(facts, **state)
+        for key, facts in machine.packages.items()
+        if (state := draw(st.sampled_from(states))) is not None
+    }
+    return machine.replace(packages=packages)
+
+
+@settings(max_examples=400)
+@given(LAYERS, machines(), SUPPORTED, st.randoms(use_true_random=False))
+def test_a_selection_keeps_the_promises(need, machine, supported, rng) -> None:
+    shuffled = list(BACKENDS.items())
+    rng.shuffle(shuffled)
+    given_for = ("", need.component, f"{need.component}.{need.role}")
+    wishes = [
+        BackendPreference(name, "somebody", explicit, rng.choice(given_for))
+        for name in rng.sample(NAMES, 3)
+        for explicit in (True, False)
+    ]
+    for wish in (None, *wishes):
+        check_promises(need, machine, wish, supported, BACKENDS, dict(shuffled))
+
+
+def outcome(decide: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return select_backend(need, machine, wish, None, BACKENDS)
+        return decide(*arguments)
     except SelectionError as error:
         return error
 
 
-@settings(max_examples=1000)
-@given(LAYERS, st.sampled_from(MACHINES), WISHES, st.integers(0, 2**16))
-def test_a_choice_is_the_result_an_error_or_one_of_two_fallbacks(need, machine, wish, seed) -> None:
-    if wish is not None:
-        names = wish.names.replace("C", need.component).replace("R", need.role)
-        wish = BackendPreference(wish.backend, wish.source, wish.explicit, names)
-    fitting = [name for name in BACKENDS if not why_not(name, need, machine, BACKENDS)]
-    asked = None if wish is None else next(n for n, b in BACKENDS.items() if wish.backend in (n, *b.aliases))
-    shuffled = list(BACKENDS.items())
-    random.Random(seed).shuffle(shuffled)
-    result = outcome(need, machine, wish)
-    if isinstance(result, SelectionError):
-        assert (wish is not None and wish.explicit) or fitting == []
-        assert all(verdict["reasons"] for verdict in result.details["rejected"])
+def nearest(need: AttentionRequirements, sources) -> BackendPreference | None:
+    """Rule S1, written down a second time: the first source that speaks of a layer, and in it the narrowest name."""
+    narrow = {f"{need.component}.{need.role}": 0, need.component: 1, "": 2}
+    said = [
+        (number, narrow[wish.names], wish)
+        for number, source in enumerate(sources)
+        for wish in source
+        if wish.names in narrow
+    ]
+    return min(said, key=lambda entry: entry[:2])[2] if said else None
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(GROUPS)), st.sampled_from(MACHINES), st.randoms(use_true_random=False))
+def test_a_plan_is_each_layer_s_own_selection(model, machine, rng) -> None:
+    """What is said for some layers never reaches the others, and a plan survives JSON."""
+    groups = GROUPS[model]
+    components = sorted({group.requirements.component for group in groups})
+    roles = sorted({f"{group.requirements.component}.{group.requirements.role}" for group in groups})
+    sources = [
+        [
+            # Kernels of the machine, mostly: of others only an error could come.
+            BackendPreference(rng.choice((*machine_s_own(machine), "auto", "flash_attn")), "somebody", explicit, names)
+            for names in rng.sample(("", *components, *roles), rng.randrange(3))
+        ]
+        for explicit in rng.choices((True, False, False), k=rng.randrange(4))
+    ]
+    alone = [
+        outcome(select_backend, need, machine, nearest(need, sources), group.supported, BACKENDS)
+        for group, need in ((group, group.requirements) for group in groups)
+    ]
+    plan = outcome(build_plan, groups, machine, sources, BACKENDS)
+    refused = next((found for found in alone if isinstance(found, SelectionError)), None)
+    if refused is not None:
+        assert plan.to_json() == refused.to_json()
         return
-    assert select_backend(need, machine, wish, None, dict(shuffled)) == result
-    assert not why_not(result.backend, need, machine, BACKENDS, is_explicit=result.backend == asked)
-    assert all(verdict.reasons for verdict in result.rejected)
-    is_explicit = wish is not None and wish.explicit
-    assert result.backend not in CHANGES_THE_PICTURE or (is_explicit and result.backend == asked)
-    if not is_explicit or result.backend == asked:
-        return
-    if result.reason == "dense cross-attention fallback":
-        first = BACKENDS[asked]
-        assert need.role == "cross" and (first.is_sparse or first.self_only) and not wish.names.endswith(".cross")
-    else:
-        assert result.reason == f"not required for {need.component}"
-        assert need.is_auxiliary and wish.names == ""
+    assert [layer.selection for layer in plan.layers] == alone
+    back = AttentionPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert back == plan and differences(back, plan) == []
+    assert sum(layer.count for layer in plan.layers) == sum(group.count for group in groups)
+
+
+def machine_s_own(machine: MachineFacts) -> list[str]:
+    return [
+        name for name, backend in BACKENDS.items() if not backend.platforms or machine.platform in backend.platforms
+    ]
+
+
+@settings(max_examples=200)
+@given(machines(), LAYERS)
+def test_facts_that_went_through_json_decide_alike(machine, need) -> None:
+    back = MachineFacts.from_json(json.loads(json.dumps(machine.to_json())))
+    assert back == machine and hash(back) == hash(machine)
+    same = AttentionRequirements.from_json(json.loads(json.dumps(need.to_json())))
+    assert same == need
+    there, replayed = (
+        outcome(select_backend, layer, facts, None, None, BACKENDS).to_json()
+        for facts, layer in ((machine, need), (back, same))
+    )
+    assert there == replayed

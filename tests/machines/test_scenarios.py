@@ -20,7 +20,7 @@ from safelight.errors import BackendNotSupportedError, CapabilityError
 from safelight.models.wan import WanTransformer
 from safelight.models.wan_config import WanConfig
 from safelight.planning import layers_of, plan_model, preference_sources
-from safelight.platforms import PackageFacts, load_machine, machine_names
+from safelight.platforms import MachineFacts, PackageFacts, load_machine, machine_names
 
 MI300X = load_machine("mi300x-rocm7-aiter")
 BACKENDS = declared_backends()
@@ -172,3 +172,36 @@ def test_a_version_that_is_not_there_is_compared_with_nothing(name, backend) -> 
     for facts in (machine, bare, bare.replace(devices=())):
         for need in (SELF, CROSS, SELF.replace(packed_varlen=True, needs_lse=True)):
             assert all(reason.detail for reason in why_not(backend, need, facts, BACKENDS))
+
+
+class NoCudaHere(MachineFacts):
+    """A machine of another vendor: whoever asks for its CUDA version has taken it for NVIDIA's."""
+
+    def __getattribute__(self, name: str) -> object:
+        assert name != "cuda_version", "the CUDA version was read"
+        return super().__getattribute__(name)
+
+
+OTHERS = [name for name in machine_names() if load_machine(name).platform != "cuda"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_where_there_is_no_cuda_its_version_is_not_even_read(name) -> None:
+    """MI300X with its packages there, absent and broken, Radeon, Ascend, Intel, Moore Threads, Apple, CPUs."""
+    facts = load_machine(name)
+    assert facts.cuda_version is None
+    machine = NoCudaHere(**{field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)})
+    plan = plan_model("wan2.1-1.3b", machine, BACKENDS)
+    assert [row.selection for row in plan.layers] == [
+        row.selection for row in plan_model("wan2.1-1.3b", facts, BACKENDS).layers
+    ]
+    assert {row.selection.reason for row in plan.layers} == {"platform default"}
+    for backend in BACKENDS:
+        for need in (SELF, CROSS, SELF.replace(packed_varlen=True, needs_lse=True)):
+            assert why_not(backend, need, machine, BACKENDS) == why_not(backend, need, facts, BACKENDS)
+
+
+def test_the_machines_without_cuda_are_of_every_other_vendor() -> None:
+    assert {load_machine(name).platform for name in OTHERS} == {"rocm", "npu", "xpu", "musa", "mps", "cpu"}
+    with pytest.raises(AssertionError, match="CUDA version was read"):
+        assert NoCudaHere(platform="rocm").cuda_version is None

@@ -236,7 +236,18 @@ def test_dx_052_settings_share_nothing_that_changes():
     assert plain.attention[0][0].backend == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["cuda", "rocm", "xpu", "npu", "musa", "mps", "cpu", "CUDA", "gpu", "", "cuda:x"])
+@pytest.mark.parametrize("blank", ["", " "])
+@pytest.mark.parametrize("key", ["model", "device"])
+def test_dx_079_a_blank_value_is_a_slip_wherever_it_is_set(key, blank):
+    for read in (
+        lambda: Settings.read({f"SAFELIGHT_{key.upper()}": blank}),
+        lambda: Settings.read({}, f"{key} = '{blank}'"),
+    ):
+        with pytest.raises(RequestError, match="or leave it unset"):
+            read()
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm", "xpu", "npu", "musa", "mps", "cpu", "CUDA", "gpu", "cuda:x"])
 def test_dx_079_a_device_is_judged_alike_wherever_it_is_set(name):
     """The list of devices is the platforms' alone: what is set is passed on as it is, with where."""
 

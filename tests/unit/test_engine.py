@@ -406,6 +406,17 @@ def test_two_engines_don_t_influence_each_other(tiny: Path, tmp_path: Path) -> N
     assert same(frames_of(Engine.from_pretrained(tiny, device="cpu").generate(PROMPT, seed=1)), before)
 
 
+@pytest.mark.parametrize("request_", [None, b"a cat", 7, ["a cat"], [Request(prompt=PROMPT), None]], ids=str)
+def test_what_is_no_request_is_refused(engine: Engine, request_: Any) -> None:
+    with pytest.raises(RequestError, match="must be a"):
+        engine.generate(request_)
+
+
+def test_a_field_that_a_request_does_not_have_is_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="a request has no steps; its fields are prompt, negative_prompt"):
+        engine.generate(PROMPT, steps=3)
+
+
 # On the way
 
 

@@ -113,7 +113,7 @@ def test_a_kernel_that_nobody_asked_for_and_that_cannot_be_loaded_is_planned_aro
 
 def test_a_kernel_that_was_asked_for_and_that_cannot_be_loaded_is_an_error(tiny: Path) -> None:
     made = engine_with(tiny, broken_backend("acme"), "acme")
-    with pytest.raises(BackendUnavailableError, match=r"can't be loaded: ImportError: libacme\.so: undefined symbol"):
+    with pytest.raises(BackendUnavailableError, match=r"acme.*ImportError: libacme\.so: undefined symbol"):
         made.plan()
 
 

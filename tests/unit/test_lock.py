@@ -46,7 +46,8 @@ def test_another_backend_is_a_difference_with_its_reason_and_the_facts_behind_it
     assert found[1].startswith("transformer.cross (head_dim 128, bfloat16, 12 heads): locked x30 flash3, now x30 sdpa")
     assert f"machine: driver_version was {H200.driver_version}, is 1.0" in found
     flash3 = H200.packages["flash_attn_3"]
-    assert f"machine: flash_attn_3 was {flash3.dist} {flash3.version}, is not installed" in found
+    taking = ", ".join(flash3.parameters)
+    assert f"machine: flash_attn_3 was {flash3.dist} {flash3.version} taking {taking}, is not installed" in found
 
 
 def test_layers_that_are_new_gone_or_more_are_differences() -> None:

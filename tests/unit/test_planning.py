@@ -9,6 +9,7 @@ from safelight.attention import declared_backends, forced_attention
 from safelight.config import Settings, as_settings
 from safelight.errors import CheckpointError, RequestError
 from safelight.planning import (
+    DEMO,
     PUBLISHED,
     as_preferences,
     check_model,
@@ -129,6 +130,29 @@ def test_a_folder_of_that_name_is_the_checkpoint(tmp_path, monkeypatch) -> None:
     (tmp_path / "wan2.1-14b").mkdir()
     with pytest.raises(CheckpointError, match=r"model_index\.json"):
         layers_of("wan2.1-14b")
+
+
+def test_a_checkpoint_without_weights_is_planned_all_the_same(tmp_path) -> None:
+    for path in DEMO.rglob("*.json"):
+        target = tmp_path / path.relative_to(DEMO)
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(path.read_text())
+    assert layers_of(tmp_path)("float32") == layers_of(None)("float32")
+    with pytest.raises(CheckpointError, match="no weights"):
+        check_model(tmp_path)
+
+
+def test_a_two_stage_checkpoint_is_planned_though_it_does_not_run_yet(tmp_path) -> None:
+    document = json.loads((PUBLISHED / "wan2.2-14b.json").read_text())
+    index = {name: ["diffusers", "Some"] for name in document["components"]}
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": document["class_name"], **index}))
+    for name, config in document["components"].items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert layers_of(tmp_path)("bfloat16") == layers_of("wan2.2-14b")("bfloat16")
+    (tmp_path / "vae" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="no configuration of vae"):
+        layers_of(tmp_path)("bfloat16")
 
 
 def test_the_demo_is_planned_without_a_model() -> None:

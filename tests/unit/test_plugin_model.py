@@ -20,12 +20,12 @@ class AcmeCheckpoint:
         self.folder = index.path.parent
 
     def layer_groups(self, dtype):
-        need = AttentionRequirements(head_dim=64, dtype=dtype, num_heads=8, num_kv_heads=8, role="joint")
-        return (LayerGroup(requirements=need, count=19),)
+        return layer_groups({}, dtype)
 
 
 def layer_groups(configs, dtype):
-    return ()
+    need = AttentionRequirements(head_dim=64, dtype=dtype, num_heads=8, num_kv_heads=8, role="joint")
+    return (LayerGroup(requirements=need, count=19),)
 
 
 FAMILY = Family(name="acme", class_name="AcmePipeline", open=AcmeCheckpoint, layer_groups=layer_groups)

@@ -1,6 +1,8 @@
 """Binding a plan to a model: who gets which kernel, what a failing kernel says, and that nothing selects afterwards."""
 
+import dataclasses
 import itertools
+import subprocess
 
 import pytest
 import torch
@@ -224,20 +226,6 @@ def test_what_is_no_failure_of_a_kernel_passes_through() -> None:
         model(x, x)
 
 
-def test_a_kernel_that_cannot_be_loaded_is_named_with_its_cause() -> None:
-    def load(requirements):
-        raise ImportError("undefined symbol: _ZN3c104cuda\nin made_up.so")
-
-    with pytest.raises(BackendUnavailableError) as caught:
-        bound(load)
-    assert (
-        "attention backend made-up, selected for transformer.self, can't be loaded: ImportError: undefined symbol: "
-        in (caught.value.message)
-    )
-    assert isinstance(caught.value.__cause__, ImportError)
-    assert caught.value.details["cause"] == "ImportError: undefined symbol: _ZN3c104cuda"
-
-
 # A kernel that can't be loaded (S11)
 
 
@@ -281,12 +269,58 @@ def test_an_unasked_kernel_that_cannot_be_loaded_is_recorded_and_planned_around(
     assert loads == ["self"], "a broken package is asked once"
 
 
+def test_a_kernel_of_torch_s_own_is_planned_around_too() -> None:
+    first = dataclasses.replace(with_package("first", raising(OSError("no"), [])), package=None)
+    by_name = {"first": first, "sdpa": SDPA}
+    groups = [LayerGroup(requirements=SELF, count=1)]
+
+    def plan_for(machine):
+        return build_plan(groups, machine, [[IMPLICIT]], by_name)
+
+    loaded = load_plan(plan_for, load_machine("cpu-avx2"), by_name)
+    (layer,) = loaded.plan.layers
+    assert (layer.selection.backend, layer.selection.reason) == ("sdpa", "platform default fallback")
+    assert layer.selection.rejected[0].reasons[0].detail == "first can't be loaded: OSError: no"
+
+
+def test_a_wish_for_an_auxiliary_component_is_planned_around_whenever_it_turns_out_broken() -> None:
+    first = with_package("first", raising(OSError("no"), []))
+    by_name = {"first": first, "sdpa": SDPA}
+    text = SELF.replace(component="text_encoder", is_auxiliary=True)
+    groups = [LayerGroup(requirements=text, count=1)]
+    machine = load_machine("cpu-avx2").replace(packages={"first_package": PackageFacts(dist="first-kernels")})
+
+    def planned(names):
+        wish = BackendPreference("first", "`--attention` flag", True, names)
+        return load_plan(lambda machine: build_plan(groups, machine, [[wish]], by_name), machine, by_name)
+
+    (layer,) = planned("").plan.layers
+    assert (layer.selection.backend, layer.selection.reason) == ("sdpa", "not required for text_encoder")
+    with pytest.raises(BackendUnavailableError, match="can't be loaded: OSError: no"):
+        planned("text_encoder")
+
+
+class VendorError(Exception):
+    """An error of a vendor's own class."""
+
+
+@pytest.mark.parametrize(
+    "error", [VendorError("no device"), subprocess.CalledProcessError(1, "rocminfo"), SystemExit(3)]
+)
+def test_a_package_may_fail_with_any_error(error) -> None:
+    loaded = plan_and_load([with_package("first", raising(error, []))], IMPLICIT)
+    assert [layer.selection.backend for layer in loaded.plan.layers] == ["sdpa", "sdpa"]
+
+
 def test_a_chosen_kernel_that_cannot_be_loaded_is_an_error_with_the_first_cause() -> None:
-    first = with_package("first", raising(OSError("libfirst.so: no"), []))
+    first = with_package("first", raising(OSError("libfirst.so: no\nmore lines"), []))
     with pytest.raises(BackendUnavailableError) as caught:
         plan_and_load([first], BackendPreference("first", "`--attention` flag", True))
     assert caught.value.details["cause"] == "OSError: libfirst.so: no"
     assert caught.value.details["package"] == "first_package"
+    assert "attention backend first, selected for transformer.self, can't be loaded" in caught.value.message
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.details["preference"]["source"] == "`--attention` flag"
 
 
 def test_a_sparse_choice_s_dense_fallback_may_fall_further() -> None:

@@ -110,5 +110,7 @@ def changed_facts(before: MachineFacts, after: MachineFacts) -> Iterator[str]:
 def _fact(value: object, missing: str) -> str:
     if isinstance(value, dict):
         broken = f", broken: {value['import_error']}" if value["import_error"] else ""
-        return f"{value['dist']} {value['version']}{broken}"
+        variant = f" ({value['variant']})" if value["variant"] else ""
+        parameters = "" if value["parameters"] is None else f" taking {', '.join(value['parameters'])}"
+        return f"{value['dist']} {value['version']}{variant}{parameters}{broken}"
     return missing if value is None else str(value)

@@ -11,7 +11,7 @@ from safelight.attention.backend import AttentionBackend, AttentionFn
 from safelight.attention.layer import Attention
 from safelight.attention.plan import AttentionPlan, PlannedLayer
 from safelight.attention.requirements import AttentionRequirements
-from safelight.catalog import BROKEN, cause_of
+from safelight.catalog import BROKEN, NOT_BROKEN, cause_of
 from safelight.errors import BackendUnavailableError
 from safelight.platforms.facts import MachineFacts, PackageFacts
 
@@ -48,10 +48,13 @@ def load_plan(
                 kernels[layer.requirements, layer.supported] = (backend, backend.load(layer.requirements))
             except torch.OutOfMemoryError:
                 raise
+            except NOT_BROKEN:
+                raise
             except BROKEN as error:
-                if backend.package is None or _is_asked(layer):
-                    raise _cannot_load(backend, layer.requirements, error) from error
-                machine = _with_broken(machine, backend.package.key, cause_of(error))
+                if _is_asked(layer):
+                    raise _cannot_load(backend, layer, error) from error
+                key = backend.name if backend.package is None else backend.package.key
+                machine = _with_broken(machine, key, cause_of(error))
                 break
         else:
             return LoadedPlan(plan, kernels)
@@ -82,9 +85,10 @@ def bind(component: str, module: nn.Module, loaded: LoadedPlan) -> None:
 
 
 def _is_asked(layer: PlannedLayer) -> bool:
-    """Whether a person asked for the very backend that was selected."""
+    """Whether a person asked for the very backend that was selected, and it was more than a wish (S3)."""
     preference = layer.selection.preference
-    return preference is not None and preference.explicit and layer.selection.reason is None
+    is_wish = layer.requirements.is_auxiliary and preference is not None and preference.names == ""
+    return preference is not None and preference.explicit and layer.selection.reason is None and not is_wish
 
 
 def _with_broken(machine: MachineFacts, key: str, cause: str) -> MachineFacts:
@@ -92,9 +96,8 @@ def _with_broken(machine: MachineFacts, key: str, cause: str) -> MachineFacts:
     return machine.replace(packages={**machine.packages, key: dataclasses.replace(package, import_error=cause)})
 
 
-def _cannot_load(
-    backend: AttentionBackend, requirements: AttentionRequirements, error: BaseException
-) -> BackendUnavailableError:
+def _cannot_load(backend: AttentionBackend, planned: PlannedLayer, error: BaseException) -> BackendUnavailableError:
+    requirements, preference = planned.requirements, planned.selection.preference
     layer = f"{requirements.component}.{requirements.role}"
     return BackendUnavailableError(
         f"attention backend {backend.name}, selected for {layer}, can't be loaded: {cause_of(error)}. "
@@ -103,4 +106,7 @@ def _cannot_load(
         package=None if backend.package is None else backend.package.key,
         cause=cause_of(error),
         layer=layer,
+        preference=None if preference is None else preference.to_json(),
+        requirements=requirements.to_json(),
+        rejected=[verdict.to_json() for verdict in planned.selection.rejected],
     )

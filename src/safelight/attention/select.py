@@ -6,9 +6,9 @@ from difflib import get_close_matches
 from typing import Any, Self
 
 from safelight.attention.backend import AttentionBackend, Reason, ReasonKind
-from safelight.attention.requirements import AttentionRequirements
+from safelight.attention.requirements import MASKS, AttentionRequirements
 from safelight.attention.versions import is_at_least
-from safelight.catalog import Found, declarations
+from safelight.catalog import Found, LoadFailure, declarations
 from safelight.errors import (
     BackendNotSupportedError,
     BackendUnavailableError,
@@ -114,11 +114,35 @@ def found_backends() -> Found:
 
 def declared_backends() -> dict[str, AttentionBackend]:
     """Every declared backend by name: the package's own and those of installed plug-ins."""
-    return {backend.name: backend for backend in found_backends().declarations}
+    return by_name(found_backends())
+
+
+def by_name(found: Found) -> dict[str, AttentionBackend]:
+    """The backends that were found, by name. A plug-in that gave none stands there too, and says why it can't serve."""
+    backends: dict[str, AttentionBackend] = {backend.name: backend for backend in found.declarations}
+    for failure in found.failures:
+        if canonical(failure.name, backends) not in backends:
+            backends[failure.name] = _broken_plug_in(failure)
+    return backends
+
+
+def _broken_plug_in(failure: LoadFailure) -> AttentionBackend:
+    reason = Reason("package", f"the plug-in {failure.origin} doesn't load: {failure.cause}")
+    return AttentionBackend(
+        name=failure.name,
+        summary="a plug-in that doesn't load",
+        load=None,
+        # Nobody knows what it could do; the one thing to say is why it isn't there.
+        dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+        masks=frozenset(MASKS),
+        packed_varlen=True,
+        lse=True,
+        why_not=lambda requirements, machine: (reason,),
+    )
 
 
 def _names(backend: AttentionBackend) -> tuple[str, ...]:
-    return (backend.name, *backend.aliases)
+    return tuple(dict.fromkeys(name.casefold() for name in (backend.name, *backend.aliases)))
 
 
 def preferred(
@@ -177,11 +201,14 @@ def canonical(name: str, backends: Mapping[str, AttentionBackend]) -> str:
     """The declared name behind a name or an alias, in capitals or not; an unknown one is returned as it is."""
     if name in backends:
         return name
-    lower = name.lower()
-    if lower in backends:
-        return lower
+    folded = name.casefold()
+    for backend in sorted(backends):
+        if backend.casefold() == folded:
+            return backend
     # Of two plug-ins that claim one alias the same wins every time, in whatever order they were found.
-    return min((backend.name for backend in backends.values() if lower in backend.aliases), default=name)
+    return min(
+        (backend.name for backend in backends.values() if folded in map(str.casefold, backend.aliases)), default=name
+    )
 
 
 def why_not(
@@ -224,6 +251,9 @@ def hardware_reasons(
         reasons.append(Reason("arch", f"has code for {', '.join(arches)}, this device is {machine.arch}"))
     if backend.package is not None:
         reasons += [Reason("package", detail) for detail in _package_problems(backend.package, machine)]
+    elif (facts := machine.packages.get(backend.name)) is not None and facts.import_error is not None:
+        # A kernel of torch's own that couldn't be loaded (S11).
+        reasons.append(Reason("package", f"{backend.name} can't be loaded: {facts.import_error}"))
     if runs_here and backend.load is None:
         reasons.append(Reason("package", "adapter not built yet"))
     return tuple(reasons)
@@ -236,7 +266,12 @@ def _package_problems(package: Package, machine: MachineFacts) -> Iterable[str]:
         return
     if facts.import_error is not None:
         yield f"package {facts.dist} is broken: {facts.import_error}"
-    if package.min_version is not None and is_at_least(facts.version, package.min_version) is False:
+    if package.min_version is None or facts.import_error is not None:
+        return
+    is_new_enough = is_at_least(facts.version, package.min_version)
+    if is_new_enough is None:
+        yield f"package {facts.dist} has no known version: {package.min_version} is the first that serves"
+    elif not is_new_enough:
         yield f"package {facts.dist} {facts.version} is too old: {package.min_version} is the first that serves"
 
 

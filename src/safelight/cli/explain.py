@@ -49,7 +49,7 @@ def _explain_plan(line: CommandLine, console: Console) -> None:
 
 
 def _plan(line: CommandLine) -> "AttentionPlan":
-    from safelight.attention.select import found_backends
+    from safelight.attention.select import by_name, found_backends
     from safelight.planning import plan_model, preference_sources
 
     given, problems = line.values, line.problems
@@ -66,10 +66,9 @@ def _plan(line: CommandLine) -> "AttentionPlan":
     return plan_model(
         model,
         choices.machine_of(given["machine"], given["device"], settings, backends),
-        {backend.name: backend for backend in backends.declarations},
+        by_name(backends),
         sources=preference_sources(argument=attention, argument_source=choices.FLAG, settings=settings),
-        dtype=given["dtype"],
-        settings=settings,
+        dtype=given["dtype"] or (settings.dtype.value if settings.dtype else None),
         runs_here=given["machine"] is None,
     )
 

@@ -60,5 +60,5 @@ def dtype(text: str) -> str:
     """One of the dtypes that a model can run in."""
     if text not in DTYPES:
         near = nearest(text, DTYPES)
-        raise ValueError(f"{'' if near is None else f'did you mean {near}? '}It can be {', '.join(DTYPES)}")
+        raise ValueError(f"{'' if near is None else f'did you mean {near}? '}it can be {', '.join(DTYPES)}")
     return text

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from safelight.catalog import BROKEN, cause_of
+from safelight.catalog import BROKEN, NOT_BROKEN, cause_of
 from safelight.platforms.facts import DeviceFacts, MachineFacts
 
 T = TypeVar("T")
@@ -52,20 +52,19 @@ def version_of(torch: Any, what: str) -> str | None:
     return str(value) if value else None
 
 
-def ask(
-    what: str, question: Callable[[], T], notes: list[str], own_errors: tuple[type[Exception], ...] = ()
-) -> T | None:
+def ask(what: str, question: Callable[[], T], notes: list[str]) -> T | None:
     """Answer a question about a device, or note the first line of why not and give None.
 
-    A warning is noted too: that is how torch says that a driver is too old. `own_errors` are the asked module's.
+    A warning is noted too: that is how torch says that a driver is too old.
     """
     answer: T | None = None
-    broken: tuple[type[BaseException], ...] = BROKEN + own_errors
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
             answer = question()
-        except broken as error:
+        except NOT_BROKEN:
+            raise
+        except BROKEN as error:
             notes.append(f"{what} failed: {cause_of(error)}")
     for warning in heard:
         note = f"{what} warned: {_first_line(str(warning.message))}"
@@ -77,8 +76,7 @@ def ask(
 def call(torch: Any, path: str, notes: list[str]) -> Any:
     """`ask` a function of torch that takes nothing, such as "backends.mps.get_name"; None where torch hasn't got it."""
     function = look(torch, path)
-    own_errors = _own_errors(look(torch, path.rpartition(".")[0]))
-    return None if function is None else ask(f"torch.{path}()", function, notes, own_errors)
+    return None if function is None else ask(f"torch.{path}()", function, notes)
 
 
 def _first_line(text: str) -> str:
@@ -132,10 +130,9 @@ def ask_devices(
     can't be asked keeps its place as UNKNOWN_DEVICE; if none can, there is none. `arch` is given the namespace and the
     index.
     """
-    own_errors = _own_errors(look(torch, namespace))
 
     def asked(what: str, question: Callable[[Any], T]) -> T | None:
-        return ask(f"torch.{namespace}.{what}", lambda: question(getattr(torch, namespace)), notes, own_errors)
+        return ask(f"torch.{namespace}.{what}", lambda: question(getattr(torch, namespace)), notes)
 
     def device(index: int) -> DeviceFacts | None:
         def question(module: Any) -> DeviceFacts:
@@ -150,9 +147,3 @@ def ask_devices(
     count = asked("device_count()", lambda module: int(module.device_count())) or 0
     devices = [device(index) for index in range(count)]
     return tuple(facts or UNKNOWN_DEVICE for facts in devices) if any(devices) else ()
-
-
-def _own_errors(module: Any) -> tuple[type[Exception], ...]:
-    """The error classes that a torch namespace defines: torch.cuda and torch.npu have one of Exception alone."""
-    values = getattr(module, "__dict__", {}).values()
-    return tuple(value for value in values if isinstance(value, type) and issubclass(value, Exception))

@@ -19,14 +19,19 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def resolve_model(
-    model: str | Path, *, offline: bool = False, revision: str | None = None, variant: str | None = None
+    model: str | Path,
+    *,
+    offline: bool = False,
+    revision: str | None = None,
+    variant: str | None = None,
+    only_configs: bool = False,
 ) -> Path:
     """The folder of a model.
 
     A string may be a path ("~" is the home folder) or a hub id `owner/name`; a Path is always a path. A folder that
     exists is returned as it is. `offline` reads the hub's local cache alone; so does HF_HUB_OFFLINE=1. `revision` and
     `variant` choose among a hub model's files: only the pipeline's own components are downloaded, without the other
-    variants. Raises CheckpointError.
+    variants, and with `only_configs` their configurations alone. Raises CheckpointError.
     """
     text = os.fspath(model)
     if not text.strip():
@@ -37,7 +42,7 @@ def resolve_model(
     except (OSError, ValueError) as error:
         is_absent = isinstance(error, FileNotFoundError | NotADirectoryError)
         if is_absent and isinstance(model, str) and _HUB_ID.fullmatch(text):
-            return _from_hub(text, offline=offline, revision=revision, variant=variant)
+            return _from_hub(text, offline=offline, revision=revision, variant=variant, only_configs=only_configs)
         raise CheckpointError(_no_such_folder(model, path, error), model=text) from error
     if stat.S_ISDIR(mode):
         return path
@@ -55,7 +60,7 @@ def _no_such_folder(model: str | Path, path: Path, error: OSError | ValueError) 
     )
 
 
-def _from_hub(model_id: str, *, offline: bool, revision: str | None, variant: str | None) -> Path:
+def _from_hub(model_id: str, *, offline: bool, revision: str | None, variant: str | None, only_configs: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -80,7 +85,12 @@ def _from_hub(model_id: str, *, offline: bool, revision: str | None, variant: st
                 model=model_id,
             )
         index = read_model_index(folder)
-        return Path(fetch(allow_patterns=[MODEL_INDEX, *_patterns(index.components, variant)]))
+        files = (
+            [f"{component}/config.json" for component in index.components]
+            if only_configs
+            else _patterns(index.components, variant)
+        )
+        return Path(fetch(allow_patterns=[MODEL_INDEX, *files]))
     except GatedRepoError as error:
         why = "gated: accept its terms on the hub and log in (hf auth login)"
         raise _refusal(model_id, why, error) from error

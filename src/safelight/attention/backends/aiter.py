@@ -1,12 +1,21 @@
 """aiter: the attention of AMD's AI Tensor Engine, for Instinct."""
 
-from safelight.attention.backend import AttentionBackend
+from safelight.attention.backend import AttentionBackend, Reason
+from safelight.attention.requirements import AttentionRequirements
+from safelight.platforms.facts import MachineFacts
 from safelight.platforms.packages import Package
 
 
 def takes(head_dim: int) -> bool:
     """Up to 256; the package pads to a multiple of 8 itself."""
     return head_dim <= 256
+
+
+def why_not(requirements: AttentionRequirements, machine: MachineFacts) -> tuple[Reason, ...]:
+    """The switch that sends every call to another kernel: what runs wouldn't be what the plan says."""
+    if machine.env.get("ENABLE_CK") == "0":
+        return (Reason("package", "ENABLE_CK=0 in the environment sends its calls to Triton kernels"),)
+    return ()
 
 
 BACKEND = AttentionBackend(
@@ -32,4 +41,6 @@ BACKEND = AttentionBackend(
     # No bias: its own is one [queries, keys] for every head and row. No key_padding, as with flash2.
     packed_varlen=True,
     lse=True,
+    env=("ENABLE_CK",),
+    why_not=why_not,
 )

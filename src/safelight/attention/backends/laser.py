@@ -31,4 +31,6 @@ BACKEND = AttentionBackend(
     causal=False,
     cross_lengths=False,
     self_only=True,
+    # It computes in float16, whatever it is given.
+    is_lossy=True,
 )

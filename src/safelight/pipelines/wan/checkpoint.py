@@ -169,6 +169,9 @@ def layer_groups(configs: Mapping[str, Mapping[str, Any]], dtype: str) -> tuple[
 
     Wan 2.2's second expert is the component transformer_2.
     """
+    missing = [component for component in ("text_encoder", "transformer", "vae") if component not in configs]
+    if missing:
+        raise CheckpointError(f"no configuration of {', '.join(missing)}; there are {', '.join(sorted(configs))}")
     transformers = {
         component: WanConfig.from_json(config, component)
         for component, config in configs.items()
