@@ -334,12 +334,22 @@ def test_dx_080_an_installed_plugin_that_torch_left_out_is_named(site, name):
         probe_machine(name, torch=fake_torch())
 
 
+TORCH_MUSA = """
+try:
+    import torch_of_this_test
+except ImportError:
+    pass  # the trial, in a process of its own
+else:
+    torch_of_this_test.musa = torch_of_this_test.found
+"""
+
+
 def test_an_older_torch_musa_is_imported(site, monkeypatch):
     """Before its entry point came, nothing but an import made its devices."""
     torch = fake_torch()
     monkeypatch.setitem(sys.modules, "torch_of_this_test", torch)
     torch.found = musa_torch((3, 1)).musa
-    install(site, "torch_musa", "2.5.0", files={"torch_musa.py": "import torch_of_this_test as t\nt.musa = t.found\n"})
+    install(site, "torch_musa", "2.5.0", files={"torch_musa.py": TORCH_MUSA})
     facts = probe_machine(torch=torch)
     assert (facts.platform, facts.arch) == ("musa", "musa-mp31")
 
@@ -362,6 +372,14 @@ def test_dx_080_an_older_torch_musa_that_is_broken_is_a_note(site, code, cause):
     assert facts.platform == "cpu"
     (note,) = facts.notes
     assert note.startswith(f"no musa device can be used, so the CPU was chosen: importing torch_musa failed: {cause}")
+
+
+def test_dx_080_an_older_torch_musa_that_ends_its_process_ends_a_trial_alone(site):
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+    install(site, "torch_musa", "2.5.0", files={"torch_musa.py": code})
+    facts = probe_machine(torch=fake_torch())
+    assert facts.platform == "cpu"
+    assert "importing torch_musa failed: importing it died with SIGSEGV" in facts.notes[0]
 
 
 def test_an_older_torch_musa_that_adds_nothing_is_not_there(site):

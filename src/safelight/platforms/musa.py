@@ -5,8 +5,15 @@ import re
 from typing import Any
 
 from safelight.platforms.facts import MachineFacts
+from safelight.platforms.packages import Package, probe_packages
 from safelight.platforms.spec import Platform, ask, ask_devices, has_namespace, plug_in, unloaded, version_of
 
+TORCH_MUSA = Package(
+    key="torch_musa",
+    dists=("torch_musa",),
+    remedy="install torch_musa in the release made for the installed torch",
+    module="torch_musa",
+)
 FIRST_WITH_BFLOAT16 = 22  # the MTT S4000's generation, which Moore Threads ports code for sm80 to
 
 
@@ -44,7 +51,12 @@ def _import_older(notes: list[str]) -> None:
     if plugin is not None and plugin.is_autoloaded:
         notes.append(unloaded(plugin))
     elif plugin is not None:
-        ask("importing torch_musa", lambda: importlib.import_module("torch_musa"), notes)
+        # In a process of its own first: a binary that doesn't fit this torch may end the one that imports it.
+        trial = probe_packages([TORCH_MUSA], {})[TORCH_MUSA.key]
+        if trial.import_error is not None:
+            notes.append(f"importing torch_musa failed: {trial.import_error}")
+        else:
+            ask("importing torch_musa", lambda: importlib.import_module("torch_musa"), notes)
 
 
 def _arch(musa: Any, index: int) -> str:
