@@ -19,6 +19,7 @@ from safelight.planning import (
     DEMO_NAME,
     Sources,
     check_model,
+    chosen_device,
     chosen_dtype,
     preference_sources,
     request_sources,
@@ -91,9 +92,7 @@ class Engine:
         started_s = time.monotonic()
         model = model if model is not None else (settings.model.value if settings.model else None)
         checkpoint = check_model(model)
-        asked_device, source = device, None
-        if device is None and settings.device is not None:
-            asked_device, source = settings.device.value, settings.device.source
+        asked_device, source = chosen_device(device, settings)
         sources = preference_sources(argument=attention, argument_source=attention_source, settings=settings)
         backends = found_backends()
         machine = this_machine(backends, asked_device, source=source)

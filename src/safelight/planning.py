@@ -89,6 +89,13 @@ def as_preferences(choices: Iterable[AttentionChoice]) -> tuple[BackendPreferenc
     return tuple(BackendPreference(choice.backend, choice.source, choice.explicit, choice.names) for choice in choices)
 
 
+def chosen_device(device: str | None, settings: Settings) -> tuple[str | None, str | None]:
+    """The device that is asked for, else the settings', and then what set it."""
+    if device is None and settings.device is not None:
+        return settings.device.value, settings.device.source
+    return device, None
+
+
 def chosen_dtype(dtype: str | None, settings: Settings, machine: MachineFacts) -> str:
     """The dtype that is asked for, else the settings', else the platform's own. Raises RequestError."""
     if dtype is None:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from safelight.attention.backend import AttentionBackend
+from safelight.attention.select import hardware_reasons
 from safelight.catalog import Found
 from safelight.config import environment_switches
 from safelight.platforms import probe_machine
@@ -47,6 +48,5 @@ def _packages(backends: Iterable[AttentionBackend], machine: MachineFacts, *, im
 
 def could_run(backend: AttentionBackend, machine: MachineFacts) -> bool:
     """Whether the backend has an adapter and code for this machine's hardware, whatever its package is like."""
-    arches = backend.arches.get(machine.platform)
-    is_platform = not backend.platforms or machine.platform in backend.platforms
-    return backend.load is not None and is_platform and (arches is None or machine.arch in arches)
+    is_wrong = any(reason.kind in ("platform", "arch") for reason in hardware_reasons(backend, machine))
+    return backend.load is not None and not is_wrong

@@ -53,13 +53,6 @@ def settings_from_environment(problems: list[str]) -> Settings:
         return Settings()
 
 
-def device_of(given: str | None, settings: Settings) -> tuple[str | None, str | None]:
-    """The device that is asked for, and by what where that isn't the command line."""
-    if given is None and settings.device is not None:
-        return settings.device.value, settings.device.source
-    return given, None
-
-
 def machine_of(
     name: str | None, device: str | None, settings: Settings, backends: "Found", *, imports_all: bool = False
 ) -> "MachineFacts":
@@ -69,8 +62,9 @@ def machine_of(
     if name is not None:
         return load_machine(name)
     from safelight.attention.machine import this_machine
+    from safelight.planning import chosen_device
 
-    asked, source = device_of(device, settings)
+    asked, source = chosen_device(device, settings)
     return this_machine(backends, asked, source=source, imports_all=imports_all)
 
 

@@ -11,11 +11,12 @@ def run(line: CommandLine, console: Console) -> None:
     """Probe everything that could matter to a decision, and print it."""
     from safelight.attention.machine import this_machine
     from safelight.attention.select import found_backends
+    from safelight.planning import chosen_device
 
     settings = choices.settings_from_environment(line.problems)
     if line.problems:
         raise wrong_command_line(line.problems)
-    device, source = choices.device_of(line.values["device"], settings)
+    device, source = chosen_device(line.values["device"], settings)
     print("safelight: probing this machine and its attention packages", file=console.err, flush=True)
     machine = this_machine(found_backends(), device, source=source, imports_all=True)
     console.out.write(json.dumps(machine.to_json(), indent=2) + "\n")
