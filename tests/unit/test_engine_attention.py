@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -132,3 +133,19 @@ def test_a_plan_is_logged_once_with_a_line_per_component_and_refusals_at_debug_l
     refused = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
     assert len(refused) == 4
     assert refused[1].startswith("transformer.self: not flash3: runs on cuda, this machine is cpu; ")
+
+
+def test_threads_that_ask_at_once_get_one_plan_and_each_kernel_is_loaded_once(tiny: Path) -> None:
+    loads: list[str] = []
+
+    def load(requirements):
+        time.sleep(0.02)  # long enough for the other threads to come by
+        loads.append(f"{requirements.component}.{requirements.role}")
+        return SDPA.load(requirements)
+
+    slow = dataclasses.replace(broken_backend("slow"), load=load)
+    made = engine_with(tiny, slow, None)
+    with ThreadPoolExecutor(4) as pool:
+        plans = list(pool.map(lambda _: made.plan(), range(4)))
+    assert len({id(plan) for plan in plans}) == 1
+    assert sorted(loads) == ["text_encoder.self", "transformer.cross", "transformer.self", "vae.self"]

@@ -262,12 +262,18 @@ print(json.dumps(found | {"torch": "torch" in sys.modules}))
 
 
 def ask(
-    model: str, endpoint: str, home: Path, environment: dict[str, str] | None = None, **options: Any
+    model: str,
+    endpoint: str,
+    home: Path,
+    environment: dict[str, str] | None = None,
+    *,
+    program: str = PROGRAM,
+    **options: Any,
 ) -> dict[str, Any]:
     """Resolve a model in a process of its own, since huggingface_hub reads its settings when it is imported."""
     settings = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, model, json.dumps(options)],
+        [sys.executable, "-c", program, model, json.dumps(options)],
         env={**os.environ, **settings, "HF_HUB_DISABLE_TELEMETRY": "1", **(environment or {})},
         cwd=home,
         capture_output=True,
@@ -298,6 +304,25 @@ def test_a_hub_id_downloads_what_its_components_need_and_then_works_offline(
 def test_a_variant_is_downloaded_instead_of_the_plain_weights(hub: dict[str, Any], tmp_path: Path) -> None:
     folder = Path(ask("owner/video", hub["address"], tmp_path, variant="fp16")["path"])
     assert [path.name for path in folder.rglob("*.safetensors")] == ["diffusion_pytorch_model.fp16.safetensors"]
+
+
+PLANNING = """
+import json, sys
+from safelight.errors import CheckpointError
+from safelight.planning import layers_of
+try:
+    layers_of(sys.argv[1])("float32")
+except CheckpointError:
+    pass  # the hub's files here are no model's
+print(json.dumps({"torch": "torch" in sys.modules}))
+"""
+
+
+@pytest.mark.slow
+def test_planning_downloads_no_weights(hub: dict[str, Any], tmp_path: Path) -> None:
+    ask("owner/video", hub["address"], tmp_path, program=PLANNING)
+    assert any(path.endswith("model_index.json") for path in hub["asked"])
+    assert [path for path in hub["asked"] if "safetensors" in path] == []
 
 
 REFUSALS = [
