@@ -3,15 +3,18 @@
 A file in `attention/backends/` holds one declaration named BACKEND and imports neither torch nor a vendor's package.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from safelight.attention.requirements import AttentionRequirements, Mask
 from safelight.platforms.facts import MachineFacts
 from safelight.platforms.packages import Package
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 ReasonKind = Literal["unknown", "platform", "arch", "package", "scope", "capability", "policy"]
@@ -29,8 +32,10 @@ class Reason:
 class Layout:
     """Where the tokens are, made once per step: what sparse and packed kernels need.
 
-    `grid` is the token grid (t, h, w); `text` the half-open range of text tokens, if joint; `offsets` int32 cumulative
-    lengths of packed documents; `step` and `layer`, from 0, say where the call stands in the run.
+    `grid` is the token grid (t, h, w); `text` the half-open range of text tokens, if joint. `offsets` are the int32
+    cumulative lengths [documents + 1], from 0, of documents packed one after another in a batch of one; `key_offsets`
+    those of their keys, None where keys are packed like queries. `step` and `layer`, from 0, say where the call stands
+    in the run.
     """
 
     grid: tuple[int, int, int] | None = None
@@ -38,6 +43,48 @@ class Layout:
     offsets: "Tensor | None" = None
     step: int | None = None
     layer: int | None = None
+    key_offsets: "Tensor | None" = None
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """`offsets` as numbers; the first use waits for the device."""
+        assert self.offsets is not None, "nothing is packed"
+        return tuple(self.offsets.tolist())
+
+    @cached_property
+    def key_starts(self) -> tuple[int, ...]:
+        """`key_offsets` as numbers; the first use waits for the device."""
+        return self.starts if self.key_offsets is None else tuple(self.key_offsets.tolist())
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys that a document has."""
+        return _longest(self.starts), _longest(self.key_starts)
+
+    @classmethod
+    def of_documents(
+        cls,
+        lengths: Sequence[int],
+        key_lengths: Sequence[int] | None = None,
+        *,
+        device: "torch.device | str | None" = None,
+        **others: Any,
+    ) -> Self:
+        """The layout of packed documents with these numbers of queries, and of keys where those differ."""
+        import torch
+
+        starts = tuple(accumulate(lengths, initial=0))
+        key_starts = starts if key_lengths is None else tuple(accumulate(key_lengths, initial=0))
+        offsets = torch.tensor(starts, dtype=torch.int32, device=device)
+        key_offsets = None if key_lengths is None else torch.tensor(key_starts, dtype=torch.int32, device=device)
+        layout = cls(offsets=offsets, key_offsets=key_offsets, **others)
+        # Known already: nothing has to wait for the device.
+        layout.__dict__.update(starts=starts, key_starts=key_starts)
+        return layout
+
+
+def _longest(starts: Sequence[int]) -> int:
+    return max((end - start for start, end in pairwise(starts)), default=0)
 
 
 class AttentionFn(Protocol):
@@ -45,8 +92,9 @@ class AttentionFn(Protocol):
 
     `mask` is one of AttentionRequirements' forms, told apart by shape and dtype; True means "attend", and a row with
     nothing to attend to gives zeros. `scale` None means head_dim ** -0.5. Causal with unequal lengths is aligned at
-    the bottom right. A kernel bound for a layer with `needs_lse` returns (out, lse), lse float32 [batch, heads, seq],
-    natural logarithm, -inf for an empty row.
+    the bottom right. Where `layout` has offsets, the batch of one is packed: each document attends to itself alone,
+    and causal is aligned in each. A kernel bound for a layer with `needs_lse` returns (out, lse), lse float32
+    [batch, heads, seq], contiguous, natural logarithm, -inf for an empty row. The inputs come out unchanged.
     """
 
     def __call__(
