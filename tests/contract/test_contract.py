@@ -3,34 +3,26 @@
 from collections import Counter
 
 import pytest
-from safelight_stand_ins import STAND_INS, StandIn
 
 from safelight.attention import BackendPreference, select_backend
-from safelight.attention.cases import Case, cases, declared
+from safelight.attention.cases import cases, declared
 from safelight.attention.contract import judge
-from safelight.attention.select import declared_backends, why_not
 from safelight.errors import CapabilityError
-from safelight.platforms import load_machine
-
-BACKENDS = declared_backends()
-# What needs nobody's package and runs on the CPU.
-REAL = StandIn(name="torch's own", backend="sdpa", machine="cpu-avx2", modules=lambda recorder: {}, packages={})
-SUBJECTS = (REAL, *STAND_INS)
+from tests.contract.subjects import BACKENDS, REAL, SUBJECTS, refusals
 
 
-def refusals(subject: StandIn, case: Case) -> list[str]:
-    found = why_not(subject.backend, case.requirements, subject.facts(), BACKENDS, is_explicit=True, runs_here=True)
-    assert {reason.kind for reason in found} <= {"capability"}, found
-    return [reason.detail for reason in found]
+def named(subject):
+    return f"{subject.backend}-{subject.name}"
 
 
-def parameters():
-    for subject in SUBJECTS:
-        for case in cases(BACKENDS[subject.backend]):
-            yield pytest.param(subject, case, id=f"{subject.backend}-{subject.name}-{case.name}")
+RUNS = [
+    pytest.param(subject, case, id=f"{named(subject)}-{case.name}")
+    for subject in SUBJECTS
+    for case in cases(BACKENDS[subject.backend])
+]
 
 
-@pytest.mark.parametrize(("subject", "case"), list(parameters()))
+@pytest.mark.parametrize(("subject", "case"), RUNS)
 def test_a_kernel_equals_the_reference_in_what_it_promises_and_is_refused_otherwise(subject, case) -> None:
     backend = BACKENDS[subject.backend]
     if refusals(subject, case):
@@ -38,26 +30,26 @@ def test_a_kernel_equals_the_reference_in_what_it_promises_and_is_refused_otherw
             select_backend(case.requirements, subject.facts(), BackendPreference(backend.name, "a test", explicit=True))
         return
     with subject.installed() as calls:
-        finding = judge(backend.load(case.requirements), case)
+        # A stand-in computes exactly, so that a lossy kernel's adapter has no error to hide in but its own rounding.
+        finding = judge(backend.load(case.requirements), case, is_lossy=backend.is_lossy)
     assert finding.problem is None, finding.problem
-    assert calls or subject is REAL or 0 in (case.queries, case.keys), "the vendor's function wasn't called"
+    assert calls or subject in REAL or 0 in (case.queries, case.keys), "the vendor's function wasn't called"
 
 
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: f"{subject.backend}-{subject.name}")
-def test_the_declaration_and_the_cases_agree(subject) -> None:
-    """Everything promised is exercised by a case that runs, and no case that runs asks for more."""
-    backend = BACKENDS[subject.backend]
-    ran = [case for case in cases(backend) if not refusals(subject, case)]
-    exercised = Counter(capability for case in ran for capability in case.capabilities)
-    facts_limit = declared(backend) - set(exercised)
-    print(f"{backend.name} ({subject.name}): {len(ran)} cases run, {len(cases(backend)) - len(ran)} are refused")
-    assert set(exercised) <= declared(backend)
-    assert not facts_limit, f"promised and never exercised: {sorted(facts_limit)}"
+@pytest.mark.parametrize("name", sorted({subject.backend for subject in SUBJECTS}))
+def test_the_declaration_and_the_cases_agree(name) -> None:
+    """Everything promised is exercised by a case that runs in some release, and no case that runs asks for more."""
+    backend = BACKENDS[name]
+    exercised: set[str] = set()
+    for subject in (subject for subject in SUBJECTS if subject.backend == name):
+        ran = [case for case in cases(backend) if not refusals(subject, case)]
+        counts = Counter(capability for case in ran for capability in case.capabilities)
+        print(f"{name} ({subject.name}): {len(ran)} cases run, {len(cases(backend)) - len(ran)} are refused; {counts}")
+        assert set(counts) <= declared(backend)
+        exercised |= set(counts)
+    missing = declared(backend) - exercised
+    assert not missing, f"promised and never exercised: {sorted(missing)}"
 
 
 def test_every_backend_with_an_adapter_is_a_subject() -> None:
     assert {subject.backend for subject in SUBJECTS} == {b.name for b in BACKENDS.values() if b.load is not None}
-
-
-def test_a_described_machine_is_right_for_each() -> None:
-    assert load_machine("cpu-avx2").platform == "cpu"

@@ -220,9 +220,12 @@ def test_head_dims(head_dim, cuda, blackwell) -> None:
         ({"dtype": "float64"}, {"sdpa"}),
         (
             {"packed_varlen": True},
-            {"aiter", "ascend", "flash2", "flash3", "flash4", "flex", "mate", "xformers", "xpu_flash"},
+            {"aiter", "ascend", "flash2", "flash3", "flash4", "flex", "mate", "sdpa", "xformers", "xpu_flash"},
         ),
-        ({"needs_lse": True}, {"aiter", "ascend", "cudnn", "flash2", "flash3", "flash4", "flex", "sage", "xformers"}),
+        (
+            {"needs_lse": True},
+            {"aiter", "ascend", "cudnn", "flash2", "flash3", "flash4", "flex", "sage", "sdpa", "xformers"},
+        ),
         ({"packed_varlen": True, "mask": "key_padding"}, {"flex"}),
     ],
 )

@@ -54,6 +54,37 @@ def test_the_first_distribution_that_is_installed_counts(site):
     assert (facts.dist, facts.version) == ("acme-two", "2.0")
 
 
+MODULES = {"acme-forward": "acme_forward"}
+FORWARD = "def attend(q, k, v): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("installed", "dist", "parameters"),
+    [
+        (("acme-kernels",), "acme-kernels", PARAMETERS),
+        (("acme-forward",), "acme-forward", ("q", "k", "v")),
+        (("acme-forward", "acme-kernels"), "acme-kernels", PARAMETERS),
+    ],
+)
+def test_distributions_may_have_the_function_in_modules_of_their_own(site, installed, dist, parameters):
+    files = {"acme-kernels": {"acme.py": CODE}, "acme-forward": {"acme_forward.py": FORWARD}}
+    for name in installed:
+        install(site, name, files=files[name])
+    asked = package(dists=("acme-kernels", "acme-forward"), modules=MODULES, **ENTRY)
+    assert only(asked) == PackageFacts(dist=dist, version="1.0", parameters=parameters)
+
+
+def test_a_module_of_another_distribution_is_not_taken_for_this_one_s(site):
+    install(site, "acme-forward", files={"acme.py": CODE})
+    facts = only(package(dists=("acme-kernels", "acme-forward"), modules=MODULES, **ENTRY))
+    assert facts.import_error == "ModuleNotFoundError: No module named 'acme_forward'"
+
+
+def test_a_module_of_a_distribution_that_is_not_named_is_our_mistake():
+    with pytest.raises(AssertionError, match="acme-forward"):
+        package(dists=("acme-kernels",), modules=MODULES, **ENTRY)
+
+
 @pytest.mark.parametrize("asked", ["acme-kernels", "acme_kernels", "Acme.Kernels"])
 def test_a_distribution_s_name_may_be_written_in_any_way(site, asked):
     install(site, "Acme_Kernels", files={"acme.py": CODE})

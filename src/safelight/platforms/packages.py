@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,10 @@ class Package:
     `key` is Safelight's own name for it in MachineFacts.packages, since import names collide. `dists` are the
     distributions that may provide it, the first that is installed counts; one that doesn't own the file `owns` is
     another package of that name. `needs` are top-level modules that must be there too. `module` and `function` are the
-    entry point, imported only in a subprocess, which reads its parameters. `flag` is an attribute of the module that is
-    false, None or missing where its binary can't be used though the module imports, and `flag_reason` one that says
-    why. `variant` tells builds of one version apart and is pure. `min_version` is the oldest that serves. `remedy` says
+    entry point, imported only in a subprocess, which reads its parameters; `modules` names the module of those `dists`
+    that have the function in another. `flag` is an attribute of the module that is false, None or missing where its
+    binary can't be used though the module imports, and `flag_reason` one that says why. `variant` tells builds of one
+    version apart and is pure. `min_version` is the oldest that serves. `remedy` says
     how to install it.
     """
 
@@ -52,6 +53,7 @@ class Package:
     owns: str | None = None
     needs: tuple[str, ...] = ()
     module: str | None = None
+    modules: Mapping[str, str] = field(default_factory=dict)
     function: str | None = None
     flag: str | None = None
     flag_reason: str | None = None
@@ -61,6 +63,8 @@ class Package:
     def __post_init__(self) -> None:
         dotted = [name for name in self.needs if "." in name]
         assert not dotted, f"{self.key} needs {dotted}, but looking for what is inside a package imports it"
+        unknown = sorted(set(self.modules) - set(self.dists))
+        assert not unknown, f"{self.key} names the modules of {unknown}, which aren't among its distributions"
 
 
 def probe_packages(
@@ -76,12 +80,12 @@ def probe_packages(
     running: dict[str, _Import] = {}
     try:
         for key, package in {package.key: package for package in packages}.items():
-            facts = _recognised(package, env)
-            if facts is None:
+            recognised = _recognised(package, env)
+            if recognised is None:
                 continue
-            found[key] = facts
-            if facts.import_error is None and package.module is not None:
-                running[key] = _Import(package)
+            found[key], module = recognised
+            if found[key].import_error is None and module is not None:
+                running[key] = _Import(package, module)
         deadline = time.monotonic() + timeout_s
         for key, process in running.items():
             found[key] = dataclasses.replace(found[key], **process.answer(deadline, timeout_s))
@@ -91,8 +95,8 @@ def probe_packages(
     return dict(sorted(found.items()))
 
 
-def _recognised(package: Package, env: Mapping[str, str]) -> PackageFacts | None:
-    """What metadata and files tell about a package; None if it isn't installed."""
+def _recognised(package: Package, env: Mapping[str, str]) -> tuple[PackageFacts, str | None] | None:
+    """What metadata and files tell about a package, and the module to import; None if it isn't installed."""
     from importlib.metadata import PackageNotFoundError, distribution  # costs more than the rest of this file
 
     for name in package.dists:
@@ -108,16 +112,17 @@ def _recognised(package: Package, env: Mapping[str, str]) -> PackageFacts | None
                 files=frozenset(str(file) for file in dist.files or ()),
             )
             problem = None if package.owns is None else _overwritten(dist, package.owns)
-            return PackageFacts(
+            facts = PackageFacts(
                 dist=installed.dist,
                 version=installed.version or None,
                 variant=package.variant(installed, env),
                 import_error=problem or _missing_module(package),
             )
+            return facts, package.modules.get(name, package.module)
         except PackageNotFoundError:
             continue
         except BROKEN as error:
-            return PackageFacts(dist=name, import_error=f"it can't be recognised: {cause_of(error)}")
+            return PackageFacts(dist=name, import_error=f"it can't be recognised: {cause_of(error)}"), None
     return None
 
 
@@ -192,12 +197,12 @@ def _missing_module(package: Package) -> str | None:
 class _Import:
     """A subprocess that imports one package's entry point, with this interpreter and this sys.path."""
 
-    def __init__(self, package: Package) -> None:
+    def __init__(self, package: Package, module: str) -> None:
         import subprocess  # like importlib.metadata, more than a declaration should cost
 
         self._process: subprocess.Popen[bytes] | None = None
         self._failure: str | None = None
-        asked = [package.module, package.function, package.flag, package.flag_reason]
+        asked = [module, package.function, package.flag, package.flag_reason]
         paths = [path for path in sys.path if isinstance(path, str)]
         try:
             # A session of its own, so that what the package starts (compilers, say) ends with it.

@@ -1,9 +1,81 @@
 """flash3: FlashAttention-3, for Hopper."""
 
-from safelight.attention.backend import AttentionBackend, Reason
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from safelight.attention.backend import AttentionBackend, AttentionFn, Layout, Reason
 from safelight.attention.requirements import AttentionRequirements
-from safelight.platforms.facts import MachineFacts
-from safelight.platforms.packages import Package
+from safelight.platforms.facts import MachineFacts, PackageFacts
+from safelight.platforms.packages import Installed, Package
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORWARD_ONLY = "fa3-fwd"
+FORWARD_ONLY_HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
+def load(requirements: AttentionRequirements) -> AttentionFn:
+    """The kernel for layers with these requirements."""
+    from safelight.attention.masks import clear_blind, clear_blind_packed, empty_result, with_dense_features
+
+    try:
+        from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+    except ModuleNotFoundError as error:
+        if error.name != "flash_attn_interface":
+            raise
+        # The same functions, in the distribution that counts where flash-attn-3 isn't installed.
+        from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
+
+    needs_lse = requirements.needs_lse
+    # The first releases always return (out, lse), those after them out alone, and neither can be asked; the newest
+    # return what they are asked for.
+    asked = {"return_attn_probs": True} if needs_lse else {}
+
+    def flash3(
+        q: "Tensor",
+        k: "Tensor",
+        v: "Tensor",
+        *,
+        scale: float | None = None,
+        causal: bool = False,
+        mask: "Tensor | None" = None,
+        layout: Layout | None = None,
+    ) -> Any:
+        assert mask is None, "flash3 takes no mask"
+        if q.shape[1] == 0 or k.shape[1] == 0:
+            return empty_result(q, with_lse=needs_lse)
+        q, k, v = with_dense_features(q, k, v)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if layout is None or layout.offsets is None:
+            result = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, **asked)
+            out, lse = result if isinstance(result, tuple) else (result, None)
+            clear_blind(out, lse, k.shape[1], causal=causal)
+        else:
+            longest, longest_keys = layout.longest
+            result = flash_attn_varlen_func(
+                q[0],
+                k[0],
+                v[0],
+                cu_seqlens_q=layout.offsets,
+                cu_seqlens_k=layout.offsets if layout.key_offsets is None else layout.key_offsets,
+                max_seqlen_q=longest,
+                max_seqlen_k=longest_keys,
+                softmax_scale=scale,
+                causal=causal,
+                **asked,
+            )
+            out, lse = result if isinstance(result, tuple) else (result, None)
+            out, lse = out[None], None if lse is None else lse[None]
+            clear_blind_packed(out, lse, layout, causal=causal)
+        return (out, lse) if needs_lse else out
+
+    return flash3
+
+
+def variant(installed: Installed, env: Mapping[str, str]) -> str | None:
+    """fa3-fwd is a smaller build of the same kernels, from somebody else; None is the package itself."""
+    return FORWARD_ONLY if installed.dist.lower().replace("_", "-") == FORWARD_ONLY else None
 
 
 def takes(head_dim: int) -> bool:
@@ -12,11 +84,16 @@ def takes(head_dim: int) -> bool:
 
 
 def why_not(requirements: AttentionRequirements, machine: MachineFacts) -> tuple[Reason, ...]:
-    """LSE only from a release whose parameters say how to ask for it."""
-    # Older ones always return it or never do, and nothing else tells those two apart.
+    """LSE only from a release whose parameters say how to ask for it; fa3-fwd has less of everything."""
     package = machine.packages.get("flash_attn_3")
-    if not requirements.needs_lse or package is None or package.import_error is not None:
+    if package is None or package.import_error is not None:
         return ()
+    reasons = _of_the_smaller_build(requirements, machine) if package.variant == FORWARD_ONLY else ()
+    return (*reasons, *_without_lse(package)) if requirements.needs_lse else reasons
+
+
+def _without_lse(package: PackageFacts) -> tuple[Reason, ...]:
+    # Older releases always return it or never do, and nothing else tells those two apart.
     if package.parameters is None:
         return (Reason("capability", "no LSE that is known of (the facts lack this release's parameters)"),)
     if "return_attn_probs" not in package.parameters:
@@ -24,10 +101,26 @@ def why_not(requirements: AttentionRequirements, machine: MachineFacts) -> tuple
     return ()
 
 
+def _of_the_smaller_build(requirements: AttentionRequirements, machine: MachineFacts) -> tuple[Reason, ...]:
+    reasons = []
+    if (machine.cuda_version or "").partition(".")[0] != "13":
+        found = "none" if machine.cuda_version is None else machine.cuda_version
+        reasons.append(Reason("package", f"{FORWARD_ONLY} needs a torch built for CUDA 13, this one's CUDA is {found}"))
+    # What the declaration itself refuses isn't said twice.
+    if requirements.dtype == "float16":
+        reasons.append(Reason("capability", f"no dtype float16 ({FORWARD_ONLY} is built for bfloat16 alone)"))
+    if takes(requirements.head_dim) and requirements.head_dim not in FORWARD_ONLY_HEAD_DIMS:
+        sizes = ", ".join(map(str, FORWARD_ONLY_HEAD_DIMS))
+        reasons.append(
+            Reason("capability", f"no head_dim {requirements.head_dim} ({FORWARD_ONLY} is built for {sizes})")
+        )
+    return tuple(reasons)
+
+
 BACKEND = AttentionBackend(
     name="flash3",
-    summary="FlashAttention-3 (flash-attn-3), for Hopper",
-    load=None,
+    summary="FlashAttention-3 (flash-attn-3, or fa3-fwd), for Hopper",
+    load=load,
     aliases=("fa3", "flash_3", "flash_attn_3", "flash_attention_3", "_flash_3", "_flash_varlen_3"),
     # On ROCm the package hands its calls on to another library. Neither a compute capability nor a CUDA version is
     # asked: sm90 alone. Some builds have code for sm80 too, and nothing but their build's log says which.
@@ -35,10 +128,12 @@ BACKEND = AttentionBackend(
     arches={"cuda": ("sm90",)},
     package=Package(
         key="flash_attn_3",
-        dists=("flash-attn-3",),
+        dists=("flash-attn-3", FORWARD_ONLY),
         remedy="build it from the folder hopper/ of flash-attention's sources: pip install . --no-build-isolation",
         module="flash_attn_interface",
+        modules={FORWARD_ONLY: "fa3_fwd_interface"},
         function="flash_attn_func",
+        variant=variant,
     ),
     head_dims=takes,
     head_dims_text="multiples of 8 up to 256",

@@ -1,0 +1,97 @@
+"""The contract can fail: adapters with a fault planted in their source, one at a time, turn it red."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from safelight_stand_ins import NotRecorded
+
+from safelight.attention.cases import cases
+from safelight.attention.contract import judge
+from tests.contract.subjects import BACKENDS, SUBJECTS, refusals
+
+SOURCES = Path(sys.modules["safelight.attention"].__path__[0]) / "backends"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong, in which adapter, and the change of its source: `old` occurs exactly once."""
+
+    what: str
+    backend: str
+    old: str
+    new: str
+    release: str = ""  # of the stand-in, where only one shows it
+
+
+FAULTS = (
+    Fault("scale dropped", "sdpa", "scale=scale,\n            enable_gqa", "scale=None,\n            enable_gqa"),
+    Fault("scale dropped", "flash2", '"softmax_scale": scale,', '"softmax_scale": None,'),
+    Fault("mask ignored", "sdpa", "attn_mask=mask,", "attn_mask=None,"),
+    Fault(
+        "causal misaligned",
+        "sdpa",
+        "if causal and (queries != keys or mask is not None):",
+        "if causal and mask is not None:",
+    ),
+    Fault("causal dropped", "flash2", '"causal": causal,', '"causal": False,'),
+    Fault("empty rows left as they are", "flash2", "clear_blind(out, lse,", "(lambda *_, **__: None)(out, lse,"),
+    Fault("varlen offsets off by one", "flash2", "cu_seqlens_q=layout.offsets,", "cu_seqlens_q=layout.offsets + 1,"),
+    Fault(
+        "varlen longest too short",
+        "flash2",
+        "max_seqlen_k=longest_keys,",
+        "max_seqlen_k=longest_keys - 1,",
+    ),
+    Fault("strides not looked at", "flash2", "q, k, v = with_dense_features(q, k, v)\n", "pass\n"),
+    Fault("K modified in place", "sdpa", "out = scaled_dot", "k -= k.mean(1, keepdim=True)\n        out = scaled_dot"),
+)
+
+
+def red_cases(fault: Fault) -> list[str]:
+    """The cases in which the faulty adapter is found out, each with how."""
+    text = (SOURCES / f"{fault.backend}.py").read_text()
+    assert text.count(fault.old) == 1, f"{fault.backend}.py has {fault.old!r} {text.count(fault.old)} times, not once"
+    module = ModuleType("faulty")
+    exec(compile(text.replace(fault.old, fault.new), f"faulty {fault.backend}", "exec"), vars(module))
+    backend = module.BACKEND
+    found = []
+    for subject in SUBJECTS:
+        if subject.backend != fault.backend or fault.release not in subject.name:
+            continue
+        for case in cases(backend):
+            if refusals(subject, case):
+                continue
+            with subject.installed():
+                try:
+                    problem = judge(backend.load(case.requirements), case, is_lossy=backend.is_lossy).problem
+                except (NotRecorded, RuntimeError, ValueError) as error:
+                    problem = str(error)
+            if problem is not None:
+                found.append(f"{case.name}: {problem}")
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.backend}: {fault.what}")
+def test_a_planted_fault_turns_the_contract_red(fault) -> None:
+    found = red_cases(fault)
+    print(*found, sep="\n")
+    assert found
+
+
+def test_without_a_fault_nothing_is_red() -> None:
+    assert red_cases(Fault("none", "flash2", "flash2 takes no mask", "flash2 takes no mask")) == []
+
+
+def test_every_kind_of_fault_is_planted() -> None:
+    assert BACKENDS  # the list that the contract was asked to catch
+    kinds = {fault.what for fault in FAULTS}
+    assert kinds >= {
+        "scale dropped",
+        "mask ignored",
+        "causal misaligned",
+        "varlen offsets off by one",
+        "K modified in place",
+    }
