@@ -8,7 +8,7 @@ from safelight.attention import BackendPreference, select_backend
 from safelight.attention.cases import cases, declared
 from safelight.attention.contract import judge
 from safelight.errors import CapabilityError
-from tests.contract.subjects import BACKENDS, REAL, SUBJECTS, refusals
+from tests.contract.subjects import BACKENDS, REAL, SUBJECTS, facts, refusals
 
 
 def named(subject):
@@ -26,8 +26,9 @@ RUNS = [
 def test_a_kernel_equals_the_reference_in_what_it_promises_and_is_refused_otherwise(subject, case) -> None:
     backend = BACKENDS[subject.backend]
     if refusals(subject, case):
+        asked = BackendPreference(backend.name, "a test", explicit=True)
         with pytest.raises(CapabilityError):
-            select_backend(case.requirements, subject.facts(), BackendPreference(backend.name, "a test", explicit=True))
+            select_backend(case.requirements, facts(subject), asked, backends=BACKENDS)
         return
     with subject.installed() as calls:
         # A stand-in computes exactly, so that a lossy kernel's adapter has no error to hide in but its own rounding.
