@@ -33,7 +33,7 @@ FAULTS = (
     Fault(
         "causal misaligned",
         "sdpa",
-        "if causal and (queries != keys or mask is not None):",
+        "if causal and (mask is not None or q.shape[1] != k.shape[1]):",
         "if causal and mask is not None:",
     ),
     Fault("causal dropped", "flash2", '"causal": causal,', '"causal": False,'),

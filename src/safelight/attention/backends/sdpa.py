@@ -18,7 +18,7 @@ def load(requirements: AttentionRequirements) -> AttentionFn:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from safelight.attention.masks import causal_mask, is_empty
+    from safelight.attention.masks import full_mask, is_empty
     from safelight.attention.packed import each_document
 
     is_grouped = requirements.num_kv_heads != requirements.num_heads
@@ -39,14 +39,9 @@ def load(requirements: AttentionRequirements) -> AttentionFn:
             return out
         if mask is not None and mask.ndim == 2:
             mask = mask[:, None, None, :]
-        queries, keys = q.shape[1], k.shape[1]
-        if causal and (queries != keys or mask is not None):
+        if causal and (mask is not None or q.shape[1] != k.shape[1]):
             # torch aligns is_causal at the top left; ours is the bottom right.
-            visible = causal_mask(queries, keys, q.device)
-            if mask is None:
-                mask = visible
-            else:
-                mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
+            mask = full_mask(mask, causal=True, queries=q.shape[1], keys=k.shape[1], device=q.device)
             causal = False
         if mask is not None and mask.dtype != torch.bool and mask.dtype != q.dtype:
             mask = mask.to(q.dtype)
