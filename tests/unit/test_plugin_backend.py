@@ -216,3 +216,12 @@ def test_a_broken_plug_in_costs_the_others_nothing(acme) -> None:
     plug_in(acme, "raise RuntimeError('no device')\n", name="broken")
     assert [failure.name for failure in found_backends().failures] == ["broken"]
     assert select_backend(SELF, WITH_ACME, flag("acme")).backend == "acme"
+
+
+def test_the_page_holds_it_to_the_contract(acme) -> None:
+    """The page's own test, case by case."""
+    from acme_attention import test_contract
+
+    assert len(test_contract.PROMISED) > 50
+    for case in test_contract.PROMISED:
+        test_contract.test_contract(case)
