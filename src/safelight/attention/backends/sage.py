@@ -1,14 +1,63 @@
 """sage: SageAttention 1 and 2, with keys and queries in 8 bits."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from safelight.attention.backend import AttentionBackend, Reason
+from safelight.attention.backend import AttentionBackend, AttentionFn, Layout, Reason
 from safelight.attention.requirements import AttentionRequirements
 from safelight.attention.versions import is_at_least
 from safelight.platforms.facts import MachineFacts
 from safelight.platforms.packages import Package
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 TRITON_HEAD_DIMS = (64, 96, 128)
+
+
+def load(requirements: AttentionRequirements) -> AttentionFn:
+    """The kernel for layers with these requirements."""
+    import inspect
+
+    from sageattention import sageattn
+
+    from safelight.attention.masks import empty_result, with_dense_features
+
+    needs_lse = requirements.needs_lse
+    parameters = inspect.signature(sageattn).parameters
+    # Version 1 subtracts the keys' mean from the caller's own tensor, and says so with this parameter.
+    works_in_place = "smooth_k" in parameters
+    # What isn't named would vanish in its **kwargs.
+    asked = {"return_lse": True} if needs_lse else {}
+    assert not needs_lse or "return_lse" in parameters, "selection refuses LSE of a release that has none"
+
+    def sage(
+        q: "Tensor",
+        k: "Tensor",
+        v: "Tensor",
+        *,
+        scale: float | None = None,
+        causal: bool = False,
+        mask: "Tensor | None" = None,
+        layout: Layout | None = None,
+    ) -> Any:
+        assert mask is None and (layout is None or layout.offsets is None), (
+            "sage takes neither mask nor packed documents"
+        )
+        if q.shape[1] == 0 or k.shape[1] == 0:
+            return empty_result(q, with_lse=needs_lse)
+        q, k, v = with_dense_features(q, k, v)
+        return sageattn(
+            q,
+            k.clone() if works_in_place else k,
+            v,
+            tensor_layout="NHD",
+            is_causal=causal,
+            sm_scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            **asked,
+        )
+
+    return sage
 
 
 def takes(head_dim: int) -> bool:
@@ -42,7 +91,7 @@ def _in_release(version: str | None, requirements: AttentionRequirements) -> Ite
 BACKEND = AttentionBackend(
     name="sage",
     summary="SageAttention 1 and 2: queries and keys in 8 bits, lossy",
-    load=None,
+    load=load,
     aliases=("sage1", "sage2", "sage_attn", "sageattn", "sage_attention", "sageattention"),
     platforms=frozenset({"cuda"}),
     # Version 2 looks its kernel up by the exact architecture and raises for any other.
