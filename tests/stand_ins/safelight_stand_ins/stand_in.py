@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from safelight.platforms import MachineFacts, PackageFacts, load_machine
 from safelight_stand_ins.recorded import Call, Recorder
@@ -18,6 +20,7 @@ class StandIn:
     `name` tells it from others ("flash-attn 2.8.3"), `backend` is the one that calls it. `machine` is a described
     machine that would use it; there `packages`, by Safelight's keys, are what a probe would have found. `modules` gives
     the package's modules by dotted name, each with its attributes, whose functions come from the recorder it is given.
+    `operators` are torch's own (aten) that have no implementation for the CPU, by name: they have one inside the block.
     """
 
     name: str
@@ -25,6 +28,7 @@ class StandIn:
     machine: str
     modules: Callable[[Recorder], Mapping[str, Mapping[str, Any]]]
     packages: Mapping[str, PackageFacts]
+    operators: Callable[[Recorder], Mapping[str, Callable[..., Any]]] | None = None
 
     def facts(self) -> MachineFacts:
         """The machine, with this package installed."""
@@ -44,8 +48,12 @@ class StandIn:
                 setattr(parent, child.rpartition(".")[2], modules[child])
         before = {name: sys.modules.get(name) for name in modules}
         sys.modules.update(modules)
+        library = nullcontext() if self.operators is None else torch.library._scoped_library("aten", "IMPL", "CPU")
         try:
-            yield recorder.calls
+            with library as operators:
+                for name, function in ({} if self.operators is None else self.operators(recorder)).items():
+                    operators.impl(name, function)
+                yield recorder.calls
         finally:
             for name, module in before.items():
                 if module is None:

@@ -66,7 +66,7 @@ def _with_lse() -> AttentionFn:
     """The kernels behind torch's function that also return the LSE: its flash kernel on CPU, else the efficient one."""
     import torch
 
-    from safelight.attention.masks import additive, empty_result, full_mask, is_empty
+    from safelight.attention.masks import additive, empty_result, full_mask, is_empty, with_dense_features
     from safelight.attention.packed import each_document
 
     def sdpa_with_lse(
@@ -88,6 +88,8 @@ def _with_lse() -> AttentionFn:
         is_square = causal and queries == keys and mask is None
         mask = full_mask(mask, causal=causal and not is_square, queries=queries, keys=keys, device=q.device)
         bias = None if mask is None else additive(mask, q.dtype)
+        # The CPU kernel reads features as if they lay side by side, also where they don't; the other refuses them.
+        q, k, v = with_dense_features(q, k, v)
         attend = _flash_on_cpu if q.device.type == "cpu" else _efficient
         out, lse = attend(q, k, v, bias, is_square, q.shape[-1] ** -0.5 if scale is None else scale)
         lse = lse.to(torch.float32).contiguous()
@@ -105,10 +107,6 @@ def _flash_on_cpu(
 ) -> "tuple[Tensor, Tensor]":
     import torch
 
-    from safelight.attention.masks import with_dense_features
-
-    # It reads features as if they lay side by side, also where they don't.
-    q, k, v = with_dense_features(q, k, v)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, attn_mask=bias, scale=scale
     )
