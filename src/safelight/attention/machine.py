@@ -26,7 +26,7 @@ def this_machine(
     env = environment_switches(name for backend in backends for name in backend.env)
     failed = [f"the backend plug-in {failure.origin} doesn't load: {failure.cause}" for failure in found.failures]
     return machine.replace(
-        packages=probe_packages(_packages(backends, machine, imports_all=imports_all), env),
+        packages={**machine.packages, **probe_packages(_packages(backends, machine, imports_all=imports_all), env)},
         env=env,
         notes=(*machine.notes, *failed),
     )

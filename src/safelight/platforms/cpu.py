@@ -2,13 +2,16 @@
 
 import os
 import platform
+import shutil
 from pathlib import Path
 from typing import Any
 
-from safelight.platforms.facts import DeviceFacts, MachineFacts
+from safelight.config import environment_switches
+from safelight.platforms.facts import DeviceFacts, MachineFacts, PackageFacts
 from safelight.platforms.spec import Platform, call, version_of
 
 ARM = ("arm64", "aarch64")
+COMPILERS = ("g++", "clang++")
 
 
 def automatic_order(machine: MachineFacts) -> tuple[str, ...]:
@@ -28,8 +31,16 @@ def probe(torch: Any) -> MachineFacts:
         platform="cpu",
         devices=(DeviceFacts(arch=_arch(torch, notes), name=_name(), memory_bytes=_memory_bytes()),),
         torch_version=version_of(torch, "__version__"),
+        packages=_compiler(),
         notes=tuple(notes),
     )
+
+
+def _compiler() -> dict[str, PackageFacts]:
+    """The C++ compiler that torch would compile kernels with, as the fact "cxx": the variable CXX, else a usual one."""
+    wanted = environment_switches(("CXX",)).get("CXX")
+    found = [name for name in ((wanted,) if wanted else COMPILERS) if shutil.which(name)]
+    return {"cxx": PackageFacts(dist=Path(found[0]).name)} if found else {}
 
 
 def _arch(torch: Any, notes: list[str]) -> str:
