@@ -6,6 +6,7 @@
 | `SAFELIGHT_DEVICE` | `device` | `cuda`, `cuda:1`, `rocm`, `mps`, `cpu`, ...: checked when the machine is asked |
 | `SAFELIGHT_DTYPE` | `dtype` | `float32`, `bfloat16` or `float16` |
 | `SAFELIGHT_ATTENTION` | `attention` | backends: `sdpa`, or `transformer.self=flash3,vae=sdpa`; in the file a table |
+| `SAFELIGHT_CHECK_ATTENTION` | `check_attention` | `off`, `first` or `always`: hold kernels to the reference |
 | `SAFELIGHT_CONFIG` | | the config file, if it isn't ~/.config/safelight/config.toml |
 """
 
@@ -22,6 +23,7 @@ from safelight.errors import RequestError
 T = TypeVar("T")
 
 DTYPES = ("float32", "bfloat16", "float16")
+CHECKS = ("off", "first", "always")
 # The roles of attention/requirements.py, which is a higher layer; a test holds the two together.
 ROLES = ("self", "cross", "joint")
 # What a config file may hold, with an example of each.
@@ -30,7 +32,10 @@ KEYS = {
     "device": '"cuda:1"',
     "dtype": '"bfloat16"',
     "attention": '"sdpa"',
+    "check_attention": '"first"',
 }
+# The ones that are a text each.
+TEXTS = ("model", "device", "dtype", "check_attention")
 # In a table of the config file: everything that the table doesn't name.
 REST = "default"
 UNATTRIBUTED = "settings that don't say who set them"
@@ -65,6 +70,7 @@ class Settings:
     attention: tuple[tuple[AttentionChoice, ...], ...] = ()
     device: Setting[str] | None = None
     dtype: Setting[str] | None = None
+    check_attention: Setting[str] | None = None
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -99,6 +105,7 @@ class Settings:
             attention=near.attention + far.attention,
             device=near.device or far.device,
             dtype=near.dtype or far.dtype,
+            check_attention=near.check_attention or far.check_attention,
         )
 
 
@@ -125,18 +132,36 @@ def config_file(environ: Mapping[str, str]) -> Path | None:
     """
     if "SAFELIGHT_CONFIG" in environ:
         return Path(os.path.expanduser(environ["SAFELIGHT_CONFIG"]))
-    folder = environ.get("XDG_CONFIG_HOME", "")
-    if not os.path.isabs(folder):  # unset or empty; a relative one is to be ignored, says the XDG specification
-        home = environ.get("HOME") or environ.get("USERPROFILE")
-        if not home:
-            return None
-        folder = os.path.join(home, ".config")
-    return Path(folder, "safelight", "config.toml")
+    folder = _base_folder(environ, "XDG_CONFIG_HOME", ".config")
+    return None if folder is None else folder / "safelight" / "config.toml"
 
 
 def found_config_file() -> Path | None:
     """The config file that this process's environment leads to, whether it is there or not."""
     return config_file(os.environ)
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path | None:
+    """Where an environment has what can be made again, such as measured rankings; None where there is no home folder.
+
+    It needn't be there.
+    """
+    folder = _base_folder(environ, "XDG_CACHE_HOME", ".cache")
+    return None if folder is None else folder / "safelight"
+
+
+def found_cache_folder() -> Path | None:
+    """The cache folder that this process's environment leads to, whether it is there or not."""
+    return cache_folder(os.environ)
+
+
+def _base_folder(environ: Mapping[str, str], variable: str, in_home: str) -> Path | None:
+    folder = environ.get(variable, "")
+    if os.path.isabs(folder):
+        return Path(folder)
+    # Unset or empty; a relative one is to be ignored, says the XDG specification.
+    home = environ.get("HOME") or environ.get("USERPROFILE")
+    return Path(home, in_home) if home else None
 
 
 def environment_switches(names: Iterable[str]) -> dict[str, str]:
@@ -231,6 +256,8 @@ def _wrong_value(key: str, value: object) -> str | None:
         return "give a device such as cuda:1 or cpu, or leave it unset"
     if key == "dtype" and value not in DTYPES:
         return f"it must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}{_hint(value, DTYPES)}"
+    if key == "check_attention" and value not in CHECKS:
+        return f"it must be {', '.join(CHECKS[:-1])} or {CHECKS[-1]}{_hint(value, CHECKS)}"
     return None
 
 
@@ -263,7 +290,7 @@ def _texts(
 ) -> dict[str, Any]:
     """The settings that are texts, of values by key. `source` names a key's source, `where` does so in a message."""
     settings: dict[str, Any] = {}
-    for key in ("model", "device", "dtype"):
+    for key in TEXTS:
         value = values.get(key)
         if value is not None:
             settings[key] = Setting(value, source(key))

@@ -11,6 +11,7 @@ from safelight.attention.backend import AttentionBackend
 from safelight.attention.lock import check_lock
 from safelight.attention.machine import this_machine
 from safelight.attention.plan import AttentionPlan, build_plan
+from safelight.attention.ranking import SavedRanking, saved_ranking
 from safelight.attention.select import by_name, found_backends
 from safelight.config import Settings, as_settings
 from safelight.errors import GenerationError, RequestError
@@ -19,12 +20,13 @@ from safelight.planning import (
     DEMO_NAME,
     Sources,
     check_model,
+    chosen_check,
     chosen_device,
     chosen_dtype,
     preference_sources,
     request_sources,
 )
-from safelight.platforms import torch_device
+from safelight.platforms import load_machine, probe_machine, torch_device
 from safelight.platforms.facts import MachineFacts
 from safelight.request import Output, Progress, Request, Result, draw_seed, parse_fps
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from safelight.attention.guard import Guard
     from safelight.attention.runtime import LoadedPlan
     from safelight.sampling.denoise import StepState
 
@@ -52,6 +55,8 @@ class Engine:
         sources: Sources,
         backends: Mapping[str, AttentionBackend],
         plan_lock: AttentionPlan | None = None,
+        measured: SavedRanking | None = None,
+        check: str = "off",
     ) -> None:
         self.model = model
         self.machine = machine
@@ -60,6 +65,9 @@ class Engine:
         self._sources = sources
         self._backends = backends
         self._plan_lock = plan_lock
+        self._measured = SavedRanking() if measured is None else measured
+        self._check = check
+        self._guard: Guard | None = None
         self._loaded: dict[Sources, LoadedPlan] = {}
         self._bound: LoadedPlan | None = None
         self._pipeline: Pipeline | None = None
@@ -75,6 +83,8 @@ class Engine:
         attention_source: str = "`attention` argument",
         device: str | None = None,
         dtype: str | None = None,
+        machine: MachineFacts | str | Path | None = None,
+        check_attention: str | None = None,
         settings: Settings | Mapping[str, Any] | None = None,
         plan_lock: AttentionPlan | None = None,
         report: Report | None = None,
@@ -84,8 +94,11 @@ class Engine:
         `attention` names backends ("sdpa", or {"transformer.self": "sdpa"}); `device` is a platform's name ("cuda",
         "cuda:1", "cpu"), None the best there is; `dtype` "float32", "bfloat16" or "float16", None the platform's own.
         `settings` are used where an argument is None; a plain mapping can't say who set its values, so the attention in
-        it is only preferred (S2). With `plan_lock` every plan must run the very kernels of that one (S14). Everything
-        is checked, the attention plan is made and its kernels loaded, before any weight is. Raises RequestError,
+        it is only preferred (S2). With `plan_lock` every plan must run the very kernels of that one (S14).
+        `check_attention` holds the kernels to the reference while they run: "first" in the first call of each kind of
+        layer, "always" in every call, None or "off" never. `machine` is planned for in place of this one, by its facts
+        or a name or file as for `load_machine`; the model runs on this machine's `device` all the same. Everything is
+        checked, the attention plan is made and its kernels loaded, before any weight is. Raises RequestError,
         CheckpointError and SelectionError.
         """
         settings = as_settings(settings or Settings())
@@ -94,23 +107,31 @@ class Engine:
         checkpoint = check_model(model)
         asked_device, source = chosen_device(device, settings)
         sources = preference_sources(argument=attention, argument_source=attention_source, settings=settings)
+        check = chosen_check(check_attention, settings)
         backends = found_backends()
-        machine = this_machine(backends, asked_device, source=source)
+        if machine is None:
+            here = facts = this_machine(backends, asked_device, source=source)
+        else:
+            here = probe_machine(asked_device, source=source)
+            facts = machine if isinstance(machine, MachineFacts) else load_machine(machine)
         engine = cls(
             model=DEMO_NAME if model is None else str(model),
             checkpoint=checkpoint,
-            machine=machine,
-            dtype=chosen_dtype(dtype, settings, machine),
+            machine=facts,
+            dtype=chosen_dtype(dtype, settings, facts),
             sources=sources,
             backends=by_name(backends),
             plan_lock=plan_lock,
+            # This machine's times say nothing about another.
+            measured=saved_ranking(facts) if machine is None else SavedRanking(),
+            check=check,
         )
         engine.plan()
 
         def loaded(step: int, num_steps: int) -> None:
             _tell(report, "load", step, num_steps, started_s)
 
-        engine._pipeline = checkpoint.load(engine.dtype, torch_device(machine, asked_device), loaded)
+        engine._pipeline = checkpoint.load(engine.dtype, torch_device(here, asked_device), loaded)
         return engine
 
     def resolve(self, request: Request) -> Request:
@@ -141,7 +162,7 @@ class Engine:
         groups = self._checkpoint.layer_groups(self.dtype)
 
         def plan_for(machine: MachineFacts) -> AttentionPlan:
-            return build_plan(groups, machine, sources, self._backends, runs_here=True)
+            return build_plan(groups, machine, sources, self._backends, runs_here=True, measured=self._measured.ranking)
 
         loaded = load_plan(plan_for, self.machine, self._backends)
         self.machine = loaded.plan.machine  # which knows now what couldn't be loaded
@@ -195,6 +216,7 @@ class Engine:
             text, warnings = run.encode()
             latents = run.denoise(text, seeds)
             frames = run.decode(latents)
+            checks = () if self._guard is None else self._guard.checks(loaded.plan)
         return Result(
             outputs=tuple(
                 Output.from_frames(clip, seed=seed, fps=request.fps) for clip, seed in zip(frames, seeds, strict=True)
@@ -203,18 +225,22 @@ class Engine:
             request=request.replace(cancel=None),
             model=self.model,
             timings_s={name: round(seconds, 6) for name, seconds in run.timings_s.items()},
-            warnings=(*self._checkpoint.warnings(request), *warnings),
+            warnings=(*self._measured.notes, *self._checkpoint.warnings(request), *warnings),
+            attention_checks=checks,
         )
 
     def _bind(self, loaded: "LoadedPlan") -> None:
         """Give every attention layer the kernel that the plan names for it."""
+        from safelight.attention.guard import Guard
         from safelight.attention.runtime import bind
 
         assert self._pipeline is not None
         if loaded is not self._bound:
             self._bound = None  # until all of them are
+            if self._check != "off" and self._guard is None:
+                self._guard = Guard(self._check)
             for component, module in self._pipeline.modules.items():
-                bind(component, module, loaded)
+                bind(component, module, loaded, self._guard)
             self._bound = loaded
 
 

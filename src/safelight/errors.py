@@ -11,6 +11,7 @@
     │       └── NoBackendError            nothing at all fits
     ├── GenerationError               the run itself failed: exit status 1
     │   ├── KernelError               an attention kernel raised while running; names component, layer and step
+    │   ├── KernelMismatchError       an attention kernel's result isn't the reference's (`--check-attention`)
     │   └── WriteError                the file couldn't be written (disk full, device gone)
     └── Cancelled                     the request's cancel token was set: exit status 130
 
@@ -77,6 +78,10 @@ class GenerationError(SafelightError):
 
 class KernelError(GenerationError):
     """An attention kernel raised while running."""
+
+
+class KernelMismatchError(GenerationError):
+    """A checked attention kernel disagrees with the reference. `details` say where and by how much."""
 
 
 class WriteError(GenerationError):

@@ -8,14 +8,16 @@ from typing import Any
 
 from safelight.attention.backend import AttentionBackend
 from safelight.attention.plan import AttentionPlan, LayerGroup, build_plan
+from safelight.attention.ranking import Ranking, Shape
 from safelight.attention.scope import forced_choices
 from safelight.attention.select import BackendPreference
 from safelight.catalog import declarations
-from safelight.config import DTYPES, AttentionChoice, Settings, attention_choices
+from safelight.config import CHECKS, DTYPES, AttentionChoice, Settings, attention_choices
 from safelight.errors import CheckpointError, RequestError
 from safelight.pipelines import Checkpoint, Family
 from safelight.platforms import platform_named
 from safelight.platforms.facts import MachineFacts
+from safelight.request import Request
 from safelight.weights.hub import resolve_model
 from safelight.weights.model_index import ModelIndex, read_model_index
 from safelight.weights.reading import read_json
@@ -54,21 +56,52 @@ def layers_of(model: str | Path | None) -> Callable[[str], tuple[LayerGroup, ...
 
     A path that exists is a checkpoint, of which only the configurations are read. Raises CheckpointError.
     """
+    family, configs, _ = _configured(model)
+    return lambda dtype: family.layer_groups(configs, dtype)
+
+
+def shapes_of(model: str | Path | None, request: Request) -> Callable[[str], dict[Shape, tuple[str, ...]]]:
+    """What gives, in a dtype, the attention calls that a request makes of a model's layers.
+
+    Each shape comes with the layers that have it, as "component.role". The model is named as for `layers_of`. Raises
+    CheckpointError, and RequestError for what the model can't do.
+    """
+    family, configs, folder = _configured(model)
+    if family.lengths is None:
+        raise RequestError(
+            f"{DEMO_NAME if model is None else model} is of the family {family.name}, which doesn't say how many "
+            "tokens its layers have; give shapes instead"
+        )
+    lengths = family.lengths(configs, request, folder)
+
+    def shapes(dtype: str) -> dict[Shape, tuple[str, ...]]:
+        found: dict[Shape, tuple[str, ...]] = {}
+        for need in (group.requirements for group in family.layer_groups(configs, dtype)):
+            name = f"{need.component}.{need.role}"
+            if name in lengths and not (need.packed_varlen or need.needs_lse):
+                size = lengths[name]
+                shape = Shape.of(need, batch=size.batch, queries=size.queries, keys=size.keys)
+                found[shape] = (*found.get(shape, ()), name)
+        return found
+
+    return shapes
+
+
+def _configured(model: str | Path | None) -> tuple[Family, Mapping[str, Mapping[str, Any]], Path | None]:
+    """A model's family, its components' configurations, and the folder of a checkpoint."""
     name = None if model is None else str(model)
-    if name not in published_models() or Path(name).exists():
-        try:
-            folder = DEMO if model is None else resolve_model(model, only_configs=True)
-        except CheckpointError as error:
-            near = difflib.get_close_matches(name or "", published_models(), n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            shipped = f"; shipped configurations are {', '.join(published_models())}{hint}"
-            raise CheckpointError(f"{error.message}{shipped}", **error.details) from error
-        index = read_model_index(folder)
-        family, configs = _family(index.class_name, str(index.path)), _configs(index)
-        return lambda dtype: family.layer_groups(configs, dtype)
-    document = _published(str(name))
-    family = _family(document["class_name"], f"{name}.json")
-    return lambda dtype: family.layer_groups(document["components"], dtype)
+    if name in published_models() and not Path(name).exists():
+        document = _published(name)
+        return _family(document["class_name"], f"{name}.json"), document["components"], None
+    try:
+        folder = DEMO if model is None else resolve_model(model, only_configs=True)
+    except CheckpointError as error:
+        near = difflib.get_close_matches(name or "", published_models(), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        shipped = f"; shipped configurations are {', '.join(published_models())}{hint}"
+        raise CheckpointError(f"{error.message}{shipped}", **error.details) from error
+    index = read_model_index(folder)
+    return _family(index.class_name, str(index.path)), _configs(index), index.path.parent
 
 
 def preference_sources(
@@ -105,6 +138,15 @@ def chosen_dtype(dtype: str | None, settings: Settings, machine: MachineFacts) -
     return dtype
 
 
+def chosen_check(check: str | None, settings: Settings) -> str:
+    """When kernels are held to the reference, else what the settings say, else never. Raises RequestError."""
+    if check is None:
+        return settings.check_attention.value if settings.check_attention else "off"
+    if check not in CHECKS:
+        raise RequestError(f"check_attention is {check!r}; it must be one of {', '.join(CHECKS)}")
+    return check
+
+
 def plan_model(
     model: str | Path | None,
     machine: MachineFacts,
@@ -113,14 +155,15 @@ def plan_model(
     sources: Sources = (),
     dtype: str | None = None,
     runs_here: bool = False,
+    measured: Ranking | None = None,
 ) -> AttentionPlan:
     """The attention plan of a model on a machine, real or described, without any weight.
 
-    `model` is a published model's name, a checkpoint, or None for the demo; `dtype` None is the platform's own. Raises
-    CheckpointError, RequestError and SelectionError.
+    `model` is a published model's name, a checkpoint, or None for the demo; `dtype` None is the platform's own;
+    `measured` are times of this very machine. Raises CheckpointError, RequestError and SelectionError.
     """
     groups = layers_of(model)(chosen_dtype(dtype, Settings(), machine))
-    return build_plan(groups, machine, request_sources({}, sources), backends, runs_here=runs_here)
+    return build_plan(groups, machine, request_sources({}, sources), backends, runs_here=runs_here, measured=measured)
 
 
 def _configs(index: ModelIndex) -> dict[str, dict[str, Any]]:

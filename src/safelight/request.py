@@ -234,10 +234,48 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionCheck:
+    """That a kernel was found to agree with the reference in layers of one kind (`--check-attention`).
+
+    `error` is the largest that was found, measured against the size of the output, and `allowed` what was allowed
+    there; `layer` had it. `calls` counts the engine's calls that were checked so far.
+    """
+
+    component: str
+    role: str
+    backend: str
+    layer: str
+    calls: int
+    error: float
+    allowed: float
+
+    def __str__(self) -> str:
+        calls = "1 call" if self.calls == 1 else f"{self.calls} calls"
+        return (
+            f"{self.component}.{self.role}: {self.backend} agrees with the reference in {calls}, "
+            f"off by {self.error:.2g} of {self.allowed:.2g} allowed"
+        )
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The check as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild from `to_json` data."""
+        return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """What a request gave: outputs, the attention plan that ran, the resolved request, timings and warnings.
 
     `request` has no None left but a negative prompt that wasn't used. `timings_s` maps a stage to seconds.
+    `attention_checks` are there if kernels were checked.
     """
 
     outputs: tuple[Output, ...]
@@ -246,9 +284,11 @@ class Result:
     model: str
     timings_s: Mapping[str, float]
     warnings: tuple[str, ...] = ()
+    attention_checks: tuple[AttentionCheck, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The public JSON of `generate --json`."""
+        """The public JSON of `generate --json`; "attention_checks" is there if kernels were checked."""
+        checks = [check.to_json() for check in self.attention_checks]
         return {
             "outputs": [output.to_json() for output in self.outputs],
             "plan": self.plan.to_json(),
@@ -256,6 +296,7 @@ class Result:
             "timings_s": dict(self.timings_s),
             "warnings": list(self.warnings),
             "model": self.model,
+            **({"attention_checks": checks} if checks else {}),
         }
 
     @classmethod
@@ -271,6 +312,7 @@ class Result:
             model=data["model"],
             timings_s=dict(data["timings_s"]),
             warnings=tuple(data["warnings"]),
+            attention_checks=tuple(map(AttentionCheck.from_json, data.get("attention_checks", ()))),
         )
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> "Result":

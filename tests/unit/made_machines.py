@@ -12,6 +12,7 @@ GOOD = {
     "sageattention": PackageFacts(dist="sageattention", version="2.2.0"),
     "sageattn3": PackageFacts(dist="sageattn3", version="1.0.0"),
     "xformers": PackageFacts(dist="xformers", version="0.0.35"),
+    "flashinfer": PackageFacts(dist="flashinfer-python", version="0.7.4"),
     "torch_npu": PackageFacts(dist="torch-npu", version="2.14.0"),
     "mindiesd": PackageFacts(dist="mindiesd", version="3.1.0"),
     "xpu_flash": PackageFacts(dist="vllm-xpu-kernels", version="0.1.16.2"),

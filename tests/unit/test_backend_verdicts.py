@@ -51,20 +51,24 @@ def plan(groups, where, *preferences):
     ("platform", "arch", "expected"),
     [
         ("cuda", "sm75", {"sdpa", "sliding_tile"}),
-        ("cuda", "sm80", {"cudnn", "flash2", "flex", "sage", "sdpa", "sliding_tile", "xformers"}),
-        ("cuda", "sm86", {"cudnn", "flash2", "flex", "sage", "sdpa", "sliding_tile", "xformers"}),
-        ("cuda", "sm89", {"cudnn", "flash2", "flex", "sage", "sdpa", "sliding_tile", "xformers"}),
-        ("cuda", "sm90", {"cudnn", "flash2", "flash3", "flash4", "flex", "sage", "sdpa", "sliding_tile", "xformers"}),
-        ("cuda", "sm100", {"cudnn", "flash2", "flash4", "flex", "sage3", "sdpa", "sliding_tile"}),
-        ("cuda", "sm103", {"cudnn", "flash2", "flash4", "flex", "sdpa", "sliding_tile"}),
-        ("cuda", "sm120", {"cudnn", "flash2", "flex", "sage", "sage3", "sdpa", "sliding_tile"}),
-        ("cuda", "sm121", {"cudnn", "flash2", "flex", "sage", "sage3", "sdpa", "sliding_tile"}),
+        ("cuda", "sm80", {"cudnn", "flash2", "flashinfer", "flex", "sage", "sdpa", "sliding_tile", "xformers"}),
+        ("cuda", "sm86", {"cudnn", "flash2", "flashinfer", "flex", "sage", "sdpa", "sliding_tile", "xformers"}),
+        ("cuda", "sm89", {"cudnn", "flash2", "flashinfer", "flex", "sage", "sdpa", "sliding_tile", "xformers"}),
+        (
+            "cuda",
+            "sm90",
+            {"cudnn", "flash2", "flash3", "flash4", "flashinfer", "flex", "sage", "sdpa", "sliding_tile", "xformers"},
+        ),
+        ("cuda", "sm100", {"cudnn", "flash2", "flash4", "flashinfer", "flex", "sage3", "sdpa", "sliding_tile"}),
+        ("cuda", "sm103", {"cudnn", "flash2", "flash4", "flashinfer", "flex", "sdpa", "sliding_tile"}),
+        ("cuda", "sm120", {"cudnn", "flash2", "flashinfer", "flex", "sage", "sage3", "sdpa", "sliding_tile"}),
+        ("cuda", "sm121", {"cudnn", "flash2", "flashinfer", "flex", "sage", "sage3", "sdpa", "sliding_tile"}),
         ("rocm", "gfx90a", {"flash2", "flex", "sdpa", "sliding_tile"}),
-        ("rocm", "gfx942", {"aiter", "flash2", "flex", "sdpa", "sliding_tile"}),
-        ("rocm", "gfx950", {"aiter", "flash2", "flex", "sdpa", "sliding_tile"}),
+        ("rocm", "gfx942", {"aiter", "aiter_fp8", "flash2", "flex", "sdpa", "sliding_tile"}),
+        ("rocm", "gfx950", {"aiter", "aiter_fp8", "flash2", "flex", "sdpa", "sliding_tile"}),
         ("rocm", "gfx1201", {"flex", "sdpa", "sliding_tile"}),
-        ("npu", "ascend910b", {"ascend", "laser", "sdpa", "sliding_tile"}),
-        ("npu", "ascend950", {"ascend", "sdpa", "sliding_tile"}),
+        ("npu", "ascend910b", {"ascend", "ascend_fusion", "laser", "sdpa", "sliding_tile"}),
+        ("npu", "ascend950", {"ascend", "ascend_fusion", "sdpa", "sliding_tile"}),
         ("npu", "ascend310p", {"sdpa", "sliding_tile"}),
         ("xpu", "xpu-bmg-g21", {"flex", "sdpa", "sliding_tile", "xpu_flash"}),
         ("xpu", "xpu-mtl-h", {"flex", "sdpa", "sliding_tile"}),
@@ -193,12 +197,16 @@ def test_an_early_beta_of_flash4_is_too_old(version) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "cuda", "blackwell"),
     [
-        (64, {"cudnn", "flash2", "flash3", "flash4", "flex", "sage", "xformers"}, {"cudnn", "flash4", "sage3"}),
+        (
+            64,
+            {"cudnn", "flash2", "flash3", "flash4", "flashinfer", "flex", "sage", "xformers"},
+            {"cudnn", "flash4", "sage3"},
+        ),
         (72, {"cudnn", "flash2", "flash3", "flash4", "flex", "sage", "xformers"}, {"cudnn", "flash4"}),
         (80, {"cudnn", "flash2", "flash3", "flash4", "flex", "sage", "xformers"}, {"cudnn", "flash4"}),
         (90, {"flash2", "flex", "sage"}, set()),
         (160, {"flash2", "flash3", "flash4", "flex", "xformers"}, set()),
-        (256, {"flash2", "flash3", "flash4", "flex", "xformers"}, set()),
+        (256, {"flash2", "flash3", "flash4", "flashinfer", "flex", "xformers"}, set()),
         (512, set(), set()),
     ],
 )
@@ -207,26 +215,51 @@ def test_head_dims(head_dim, cuda, blackwell) -> None:
     always = {"sdpa", "sliding_tile"}
     assert {name for name in BACKENDS if not reasons(name, need, machine("cuda", "sm90"))} == cuda | always
     on_b200 = {name for name in BACKENDS if not reasons(name, need, machine("cuda", "sm100"))}
-    assert on_b200 - {"flash2", "flex"} == blackwell | always
+    assert on_b200 - {"flash2", "flashinfer", "flex"} == blackwell | always
 
 
 @pytest.mark.parametrize(
     ("changes", "takers"),
     [
-        ({"mask": "key_padding"}, {"ascend", "cudnn", "flex", "sdpa", "xformers"}),
+        ({"mask": "key_padding"}, {"ascend", "ascend_fusion", "cudnn", "flex", "sdpa", "xformers"}),
         ({"mask": "dense"}, {"cudnn", "flex", "sdpa", "xformers"}),
         ({"mask": "bias"}, {"cudnn", "flex", "sdpa", "xformers"}),
-        ({"dtype": "float32"}, {"flex", "sdpa", "sliding_tile"}),
+        ({"dtype": "float32"}, {"ascend_fusion", "flex", "sdpa", "sliding_tile"}),
         ({"dtype": "float64"}, {"sdpa"}),
         (
             {"packed_varlen": True},
-            {"aiter", "ascend", "flash2", "flash3", "flash4", "flex", "mate", "sdpa", "xformers", "xpu_flash"},
+            {
+                "aiter",
+                "ascend",
+                "flash2",
+                "flash3",
+                "flash4",
+                "flashinfer",
+                "flex",
+                "mate",
+                "sdpa",
+                "xformers",
+                "xpu_flash",
+            },
         ),
         (
             {"needs_lse": True},
-            {"aiter", "ascend", "cudnn", "flash2", "flash3", "flash4", "flex", "sage", "sdpa", "xformers"},
+            {
+                "aiter",
+                "ascend",
+                "ascend_fusion",
+                "cudnn",
+                "flash2",
+                "flash3",
+                "flash4",
+                "flashinfer",
+                "flex",
+                "sage",
+                "sdpa",
+                "xformers",
+            },
         ),
-        ({"packed_varlen": True, "mask": "key_padding"}, {"flex"}),
+        ({"packed_varlen": True, "mask": "key_padding"}, set()),
     ],
 )
 def test_who_takes_what_somewhere(changes, takers) -> None:

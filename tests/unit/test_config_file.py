@@ -82,8 +82,14 @@ def test_the_environment_is_nearer_than_the_file():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("modle = 'x'", "there is no key 'modle'; the keys are model, device, dtype, attention (did you mean model?)"),
-        ("[transformer]", "there is no key 'transformer'; the keys are model, device, dtype, attention"),
+        (
+            "modle = 'x'",
+            "there is no key 'modle'; the keys are model, device, dtype, attention, check_attention (did you mean",
+        ),
+        (
+            "[transformer]",
+            "there is no key 'transformer'; the keys are model, device, dtype, attention, check_attention",
+        ),
         ("model = 7", 'model is 7; it must be text in quotes, such as "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"'),
         ("model = ' '", "model is ' '; give a model's path or hub id, or leave it unset"),
         ("device = true", 'device is true; it must be text in quotes, such as "cuda:1"'),

@@ -50,7 +50,8 @@ def test_two_backends_of_one_package_ask_it_once_where_either_could_run(site) ->
 
 
 def test_what_isn_t_installed_is_no_package() -> None:
-    assert dict(this_machine(Found((made_up("nobody_has_this"),), ()), "cpu").packages) == {}
+    """What the platform itself has found stays: a compiler on a CPU machine."""
+    assert set(this_machine(Found((made_up("nobody_has_this"),), ()), "cpu").packages) <= {"cxx"}
 
 
 def test_switches_are_those_that_a_declaration_names(monkeypatch) -> None:

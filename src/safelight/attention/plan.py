@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any, Self
 
 from safelight.attention.backend import AttentionBackend
+from safelight.attention.ranking import Ranking
 from safelight.attention.requirements import AttentionRequirements
 from safelight.attention.select import BackendPreference, Selection, canonical, preferred, select_backend, why_not
 from safelight.errors import BackendNotSupportedError, RequestError
@@ -36,6 +37,7 @@ class PlannedLayer:
         """The public JSON of one plan row."""
         selection = self.selection.to_json()
         scope = {} if self.supported is None else {"supported": sorted(self.supported)}
+        times = {"measured": selection["measured"]} if "measured" in selection else {}
         return {
             "component": self.requirements.component,
             "role": self.requirements.role,
@@ -46,6 +48,7 @@ class PlannedLayer:
             "requirements": self.requirements.to_json(),
             "rejected": selection["rejected"],
             **scope,
+            **times,
         }
 
     @classmethod
@@ -103,12 +106,13 @@ def build_plan(
     backends: Mapping[str, AttentionBackend],
     *,
     runs_here: bool = False,
+    measured: Ranking | None = None,
 ) -> AttentionPlan:
     """Select for every group. `sources` are the preferences of S1, nearest source first.
 
     The platform's own preference, if it has one, comes last and is implicit. With `runs_here` the plan is one to run: a
-    backend without an adapter is refused. Raises RequestError for a component or role that the model doesn't have, and
-    SelectionError.
+    backend without an adapter is refused. `measured` are this machine's own times, for what nobody chose. Raises
+    RequestError for a component or role that the model doesn't have, and SelectionError.
     """
     kinds = {(group.requirements, group.supported) for group in groups}
     assert len(kinds) == len(groups), "layers with equal requirements and equal scope are one group"
@@ -122,7 +126,14 @@ def build_plan(
     for group in groups:
         preference = preferred(group.requirements, sources)
         selection = select_backend(
-            group.requirements, machine, preference, group.supported, backends, order=order, runs_here=runs_here
+            group.requirements,
+            machine,
+            preference,
+            group.supported,
+            backends,
+            order=order,
+            runs_here=runs_here,
+            measured=measured,
         )
         _check_backend(selection, group, machine, backends)
         layers.append(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from safelight.attention.backend import AttentionBackend, AttentionFn
+from safelight.attention.guard import Guard
 from safelight.attention.layer import Attention
 from safelight.attention.plan import AttentionPlan, PlannedLayer
 from safelight.attention.requirements import AttentionRequirements
@@ -60,8 +61,8 @@ def load_plan(
             return LoadedPlan(plan, kernels)
 
 
-def bind(component: str, module: nn.Module, loaded: LoadedPlan) -> None:
-    """Give every Attention layer inside `module` the kernel that the plan has for its kind.
+def bind(component: str, module: nn.Module, loaded: LoadedPlan, guard: Guard | None = None) -> None:
+    """Give every Attention layer inside `module` the kernel that the plan has for its kind, checked by `guard`.
 
     The plan must have exactly the layers that are there: anything else is our mistake and asserts.
     """
@@ -77,8 +78,9 @@ def bind(component: str, module: nn.Module, loaded: LoadedPlan) -> None:
         kind = (layer.requirements, layer.supported)
         assert kind in planned, f"{component}.{name}: the plan has no such layer: {layer.requirements}"
         found[kind] = found.get(kind, 0) + 1
-        layer.backend, layer.kernel = loaded.kernels[kind]
         layer.name = f"{component}.{name}" if name else component
+        layer.backend, kernel = loaded.kernels[kind]
+        layer.kernel = kernel if guard is None else guard.around(kernel, layer.backend, layer.requirements, layer.name)
     assert found == planned, (
         f"{component} has {sorted(found.values())} layers of each kind, the plan {planned.values()}"
     )

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any, Self
 
 from safelight.attention.backend import AttentionBackend, Reason, ReasonKind
+from safelight.attention.ranking import Measured, Ranking
 from safelight.attention.requirements import MASKS, AttentionRequirements
 from safelight.attention.versions import is_at_least
 from safelight.catalog import Found, LoadFailure, declarations
@@ -21,6 +22,8 @@ from safelight.platforms.facts import MachineFacts
 from safelight.platforms.packages import Package
 
 AUTO = "auto"
+# The reason of a selection that nobody preferred and that measured times decided.
+MEASURED_FASTEST = "measured fastest"
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,14 @@ class Selection:
     """The backend for one kind of layer, how it came to that, and a verdict for every candidate considered.
 
     `reason` is None where a preference was honoured. The last verdict is the chosen backend's, the others are refusals.
+    `measured` are the times that decided, None where none did.
     """
 
     backend: str
     preference: BackendPreference | None
     reason: str | None
     verdicts: tuple[Verdict, ...] = field(repr=False)
+    measured: Measured | None = field(default=None, repr=False)
 
     @property
     def rejected(self) -> tuple[Verdict, ...]:
@@ -93,6 +98,7 @@ class Selection:
             "reason": self.reason,
             "preference": None if self.preference is None else self.preference.to_json(),
             "rejected": [verdict.to_json() for verdict in self.rejected],
+            **({} if self.measured is None else {"measured": self.measured.to_json()}),
         }
 
     @classmethod
@@ -104,6 +110,7 @@ class Selection:
             preference=None if preference is None else BackendPreference.from_json(preference),
             reason=data["reason"],
             verdicts=(*map(Verdict.from_json, data["rejected"]), Verdict(data["backend"])),
+            measured=Measured.from_json(data["measured"]) if "measured" in data else None,
         )
 
 
@@ -167,18 +174,24 @@ def select_backend(
     *,
     order: Sequence[str] | None = None,
     runs_here: bool = False,
+    measured: Ranking | None = None,
 ) -> Selection:
     """Choose the backend for layers with these requirements on this machine.
 
     `supported` is the layer's own set (S10); None means any. `backends` defaults to everything declared, `order` to
     the automatic order of the machine's platform. With `runs_here` a backend whose adapter isn't built is refused.
-    Raises a SelectionError that lists every verdict (S9).
+    `measured` are times of this machine: exact dense backends that were measured in a fitting shape are tried before
+    the order's, fastest first. Raises a SelectionError that lists every verdict (S9).
     """
     backends = declared_backends() if backends is None else backends
     order = platform_named(machine.platform).automatic_order(machine) if order is None else order
     wish = None if preference is None or preference.backend == AUTO else preference
     asked = None if wish is None else canonical(wish.backend, backends)
     fallback = _fallback_reason(requirements, wish, backends.get(asked) if asked else None)
+
+    times = None if measured is None or fallback is None else _deciding(measured, requirements, backends)
+    fastest = [] if times is None else _exact_dense(times, backends)
+    order = tuple(dict.fromkeys((*fastest, *order)))
 
     candidates = [] if asked is None else [asked]
     if fallback is not None:
@@ -192,9 +205,29 @@ def select_backend(
         )
         verdicts.append(Verdict(name, reasons))
         if not reasons:
-            reason = None if name == asked else fallback
-            return Selection(backend=name, preference=wish, reason=reason, verdicts=tuple(verdicts))
+            is_measured = name != asked and name in fastest
+            reason = None if name == asked else MEASURED_FASTEST if is_measured and wish is None else fallback
+            return Selection(
+                backend=name,
+                preference=wish,
+                reason=reason,
+                verdicts=tuple(verdicts),
+                measured=times if is_measured else None,
+            )
     raise _refusal(requirements, machine, wish, supported, backends, order, verdicts, runs_here)
+
+
+def _deciding(
+    ranking: Ranking, requirements: AttentionRequirements, backends: Mapping[str, AttentionBackend]
+) -> Measured | None:
+    """The times that count for a layer: of the fitting shapes with a backend that may be taken, the largest one's."""
+    return next((times for times in ranking.fitting(requirements) if _exact_dense(times, backends)), None)
+
+
+def _exact_dense(times: Measured, backends: Mapping[str, AttentionBackend]) -> list[str]:
+    """The measured backends that may be taken unasked (S7), fastest first; a name that is gone is left out."""
+    names = [timing.backend for timing in times.timings if timing.backend in backends]
+    return [name for name in names if not (backends[name].is_sparse or backends[name].is_lossy)]
 
 
 def canonical(name: str, backends: Mapping[str, AttentionBackend]) -> str:
@@ -283,6 +316,8 @@ def _missing(backend: AttentionBackend, need: AttentionRequirements) -> Iterable
         yield f"no head_dim {need.head_dim} (takes {backend.head_dims_text})"
     if need.num_kv_heads != need.num_heads and not backend.grouped_query:
         yield f"no grouped-query ({need.num_heads} heads on {need.num_kv_heads})"
+    if need.num_heads % need.num_kv_heads:
+        yield f"no {need.num_heads} heads on {need.num_kv_heads}, which doesn't divide them"
     if need.causal and not backend.causal:
         yield "no causal"
     if need.mask not in backend.masks:

@@ -9,11 +9,12 @@ from safelight.cli import choices, values
 from safelight.cli.console import Console
 from safelight.cli.generate import described
 from safelight.cli.options import Argument, Command, CommandLine, Option, wrong_command_line
-from safelight.cli.tables import machine_line, printable, table, wrapped
+from safelight.cli.tables import machine_line, milliseconds, printable, table, wrapped
 from safelight.errors import RequestError
 
 if TYPE_CHECKING:
     from safelight.attention.plan import AttentionPlan, PlannedLayer
+    from safelight.attention.ranking import Measured
 
 
 def run(line: CommandLine, console: Console) -> None:
@@ -49,6 +50,7 @@ def _explain_plan(line: CommandLine, console: Console) -> None:
 
 
 def _plan(line: CommandLine) -> "AttentionPlan":
+    from safelight.attention.ranking import SavedRanking, saved_ranking
     from safelight.attention.select import by_name, found_backends
     from safelight.planning import plan_model, preference_sources
 
@@ -63,13 +65,17 @@ def _plan(line: CommandLine) -> "AttentionPlan":
         raise wrong_command_line(problems)
     backends = found_backends()
     model: str | None = given["model"] or (settings.model.value if settings.model else None)
+    machine = choices.machine_of(given["machine"], given["device"], settings, backends)
+    # Another machine's times aren't known here.
+    measured = saved_ranking(machine) if given["machine"] is None else SavedRanking()
     return plan_model(
         model,
-        choices.machine_of(given["machine"], given["device"], settings, backends),
+        machine.replace(notes=(*machine.notes, *measured.notes)),
         by_name(backends),
         sources=preference_sources(argument=attention, argument_source=choices.FLAG, settings=settings),
         dtype=given["dtype"] or (settings.dtype.value if settings.dtype else None),
         runs_here=given["machine"] is None,
+        measured=measured.ranking,
     )
 
 
@@ -84,6 +90,8 @@ def _plan_lines(plan: "AttentionPlan") -> Iterator[str]:
         why = selection.reason or source
         if selection.reason and source:
             why += f": {selection.preference.backend if selection.preference else ''} ({source}) doesn't fit"
+        if selection.measured is not None:
+            why += f" ({_times(selection.measured)})"
         rows.append((need.component, need.role, str(layer.count), need.dtype, selection.backend, why))
     yield from table(rows)
     for names, layer in _by_refusals(plan.layers):
@@ -96,6 +104,12 @@ def _plan_lines(plan: "AttentionPlan") -> Iterator[str]:
                 yield from wrapped(f"  {verdict.backend:<{width}}  ", reasons)
     for note in plan.machine.notes:
         yield from wrapped("note: ", note)
+
+
+def _times(measured: "Measured") -> str:
+    """Measured times in a few words: "flash3 1.2 ms, sdpa 3.4 ms at 4096 tokens"."""
+    times = ", ".join(f"{timing.backend} {milliseconds(timing.median_s)} ms" for timing in measured.timings)
+    return f"{times} at {measured.shape.tokens} tokens"
 
 
 def _by_refusals(layers: "Sequence[PlannedLayer]") -> "list[tuple[list[str], PlannedLayer]]":

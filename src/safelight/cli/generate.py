@@ -82,6 +82,7 @@ def run(
             attention_source=choices.FLAG,
             device=given["device"],
             dtype=given["dtype"],
+            check_attention=given["check_attention"],
             settings=settings,
             plan_lock=plan_lock,
             report=progress,
@@ -93,6 +94,8 @@ def run(
             for text in changed_facts(plan_lock.machine, engine.machine):
                 progress.say(f"the same kernels as locked, but {text}")
         result = engine.generate(request, report=progress)
+        for check in result.attention_checks:
+            progress.say(f"checked {check}")
         progress(Progress(stage="write", step=0, num_steps=1, elapsed_s=time.perf_counter() - started_s))
         result = save_result(result, given["out"], overwrite=given["overwrite"])
 
@@ -305,6 +308,13 @@ COMMAND = Command(
             convert=values.path,
             help="run only with the kernels that this file has; `safelight explain --lock FILE` writes it",
             also=("--lock", "--plan-lock"),
+        ),
+        Option(
+            flag="--check-attention",
+            metavar="WHEN",
+            convert=values.check,
+            help="hold attention kernels to the float32 reference while they run, and stop where they disagree: "
+            "first (in the first call of each kind of layer), always or off (the default)",
         ),
         choices.DEVICE,
         choices.DTYPE,

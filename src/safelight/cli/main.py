@@ -65,9 +65,9 @@ def _run(argv: list[str] | None, commands: "Sequence[Command] | None", interrupt
 
 
 def _commands() -> "Sequence[Command]":
-    from safelight.cli import doctor, explain, facts, generate
+    from safelight.cli import bench, doctor, explain, facts, generate
 
-    return (generate.COMMAND, explain.COMMAND, doctor.COMMAND, facts.COMMAND)
+    return (generate.COMMAND, explain.COMMAND, doctor.COMMAND, facts.COMMAND, bench.COMMAND)
 
 
 def _dispatch(arguments: Sequence[str], commands: "Sequence[Command]", console: "Console") -> int:
@@ -100,8 +100,7 @@ def _dispatch(arguments: Sequence[str], commands: "Sequence[Command]", console: 
     if {"-h", "--help"} & set(rest[: rest.index("--")] if "--" in rest else rest):
         console.out.write(command.help())
         return 0
-    command.run(command.read(rest), console)
-    return 0
+    return command.run(command.read(rest), console) or 0
 
 
 def _overview(commands: "Sequence[Command]") -> str:

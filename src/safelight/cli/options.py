@@ -58,7 +58,10 @@ class CommandLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command: what it accepts and what runs it. `run` returns when all is done, and raises otherwise.
+    """A command: what it accepts and what runs it.
+
+    `run` returns when all is done, and raises otherwise; what was done may be a finding with an exit status of its own,
+    which it returns.
 
     `argument` None means that it takes options alone.
     """
@@ -68,7 +71,7 @@ class Command:
     argument: Argument | None
     options: tuple[Option, ...]
     notes: str
-    run: "Callable[[CommandLine, Console], None]"
+    run: "Callable[[CommandLine, Console], int | None]"
 
     def help(self) -> str:
         """The text of `--help`."""

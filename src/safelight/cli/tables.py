@@ -33,6 +33,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def milliseconds(seconds: float) -> str:
+    """A time in milliseconds, to three figures: "0.0123", "4.56", "1230"."""
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
 def machine_line(machine: "MachineFacts") -> str:
     """A machine in one line: "rocm gfx942 (AMD Instinct MI300X), torch 2.13.0+rocm7.1, HIP 7.1"."""
     device = f" ({machine.devices[0].name})" if machine.devices else ", no device"

@@ -1,11 +1,12 @@
 """Values of options: text in; the value out, or ValueError with what can be given instead."""
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
 from safelight.cli.options import nearest
-from safelight.config import DTYPES
+from safelight.config import CHECKS, DTYPES
 from safelight.errors import RequestError
 from safelight.request import parse_fps
 
@@ -58,7 +59,16 @@ def path(text: str) -> Path:
 
 def dtype(text: str) -> str:
     """One of the dtypes that a model can run in."""
-    if text not in DTYPES:
-        near = nearest(text, DTYPES)
-        raise ValueError(f"{'' if near is None else f'did you mean {near}? '}it can be {', '.join(DTYPES)}")
+    return _one_of(text, DTYPES)
+
+
+def check(text: str) -> str:
+    """When kernels are held to the reference."""
+    return _one_of(text, CHECKS)
+
+
+def _one_of(text: str, allowed: Sequence[str]) -> str:
+    if text not in allowed:
+        near = nearest(text, allowed)
+        raise ValueError(f"{'' if near is None else f'did you mean {near}? '}it can be {', '.join(allowed)}")
     return text

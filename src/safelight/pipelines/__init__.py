@@ -71,14 +71,26 @@ class Checkpoint(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How many tokens attend to how many in one attention call, and in how many rows."""
+
+    batch: int
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family's declaration. `class_name` is what model_index.json calls its pipeline.
 
     `open` reads a checkpoint. `layer_groups` gives a model's attention layers in a dtype from its components'
-    configurations alone, by component; it raises CheckpointError.
+    configurations alone, by component; it raises CheckpointError. `lengths` says how large a request makes their calls,
+    by "component.role": from the same configurations, and the folder of a checkpoint, which may have defaults of its
+    own. It raises RequestError for what the model can't do; None means that nobody can say.
     """
 
     name: str
     class_name: str
     open: Callable[[ModelIndex], Checkpoint]
     layer_groups: Callable[[Mapping[str, Mapping[str, Any]], str], tuple[LayerGroup, ...]]
+    lengths: Callable[[Mapping[str, Mapping[str, Any]], Request, Path | None], Mapping[str, Lengths]] | None = None

@@ -1,6 +1,9 @@
 """Classifier-free guidance (Ho and Salimans 2022, equation 6)."""
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def branches(guidance_scale: float) -> int:
@@ -8,6 +11,6 @@ def branches(guidance_scale: float) -> int:
     return 2 if guidance_scale > 1 else 1
 
 
-def guide(conditional: Tensor, unconditional: Tensor, guidance_scale: float) -> Tensor:
+def guide(conditional: "Tensor", unconditional: "Tensor", guidance_scale: float) -> "Tensor":
     """Push the prediction away from the unconditional one."""
     return unconditional + guidance_scale * (conditional - unconditional)

@@ -3,9 +3,8 @@
 from typing import TYPE_CHECKING
 
 from safelight.attention.backend import AttentionBackend, AttentionFn, Layout
-from safelight.attention.backends.aiter import BACKEND as AITER
-from safelight.attention.backends.aiter import why_not
 from safelight.attention.requirements import AttentionRequirements
+from safelight.platforms.packages import Package
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +70,7 @@ def load(requirements: AttentionRequirements) -> AttentionFn:
 
 
 def takes(head_dim: int) -> bool:
-    """128, which it has on every GPU."""
+    """128, which it has on every GPU that it is for."""
     return head_dim == 128
 
 
@@ -80,14 +79,21 @@ BACKEND = AttentionBackend(
     summary="AMD's AI Tensor Engine for ROCm (amd-aiter) in 8-bit floating point, lossy",
     load=load,
     aliases=("aiter_fp8_pertensor", "rocm_aiter_fp8"),
-    platforms=AITER.platforms,
-    arches=AITER.arches,
-    package=AITER.package,
+    platforms=frozenset({"rocm"}),
+    arches={"rocm": ("gfx942", "gfx950")},
+    # The same package as aiter's, word for word.
+    package=Package(
+        key="amd_aiter",
+        dists=("amd-aiter", "aiter"),
+        remedy="pip install amd-aiter, or build AMD's aiter from its sources",
+        owns="aiter/ops/mha.py",
+        module="aiter",
+        function="flash_attn_func",
+        min_version="0.1.5",
+    ),
     head_dims=takes,
     head_dims_text="128",
     # Neither packed documents nor LSE: its function for the first differs more between releases, and none returns the
     # second.
     is_lossy=True,
-    env=AITER.env,
-    why_not=why_not,
 )

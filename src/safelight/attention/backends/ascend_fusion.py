@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from safelight.attention.backend import AttentionBackend, AttentionFn, Layout
-from safelight.attention.backends.ascend import BACKEND as ASCEND
 from safelight.attention.requirements import AttentionRequirements
+from safelight.platforms.packages import Package
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,9 +65,16 @@ BACKEND = AttentionBackend(
     summary="Ascend's fusion attention (torch_npu), also in float32",
     load=load,
     aliases=("npu_fusion", "npu_fusion_attention"),
-    platforms=ASCEND.platforms,
-    arches=ASCEND.arches,
-    package=ASCEND.package,
+    platforms=frozenset({"npu"}),
+    arches={"npu": ("ascend910b", "ascend910c", "ascend950")},
+    # The same package as ascend's, word for word.
+    package=Package(
+        key="torch_npu",
+        dists=("torch-npu",),
+        remedy="pip install torch-npu in the release of the installed torch, and source CANN's set_env.sh",
+        module="torch_npu",
+        function="npu_fused_infer_attention_score",
+    ),
     dtypes=frozenset({"float16", "bfloat16", "float32"}),
     head_dims=takes,
     head_dims_text="up to 768",

@@ -78,7 +78,7 @@ def bound(requirements: AttentionRequirements, attend: Any, lse_options: dict[st
         )
         out, aux = result if needs_lse else (result, None)
         out = out.transpose(1, 2)
-        lse: Tensor | None = getattr(aux, "lse", aux).contiguous() if needs_lse else None
+        lse: Tensor | None = None if aux is None else getattr(aux, "lse", aux).contiguous()
         if mask is not None:
             visible = mask if mask.dtype == torch.bool else mask != -torch.inf
             if causal:

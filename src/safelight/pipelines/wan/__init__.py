@@ -1,6 +1,8 @@
 """Wan text-to-video: checkpoint.py reads a model's configurations, pipeline.py runs it."""
 
 from safelight.pipelines import Family
-from safelight.pipelines.wan.checkpoint import WanCheckpoint, layer_groups
+from safelight.pipelines.wan.checkpoint import WanCheckpoint, layer_groups, lengths
 
-FAMILY = Family(name="wan", class_name="WanPipeline", open=WanCheckpoint.open, layer_groups=layer_groups)
+FAMILY = Family(
+    name="wan", class_name="WanPipeline", open=WanCheckpoint.open, layer_groups=layer_groups, lengths=lengths
+)

@@ -1,5 +1,6 @@
 """The Wan family's checkpoint: its configurations, defaults and limits. Imports no torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,8 +12,9 @@ from safelight.errors import CheckpointError, RequestError
 from safelight.models.umt5_config import Umt5Config
 from safelight.models.wan_config import WanConfig
 from safelight.models.wan_vae_config import WanVaeConfig
-from safelight.pipelines import Report
+from safelight.pipelines import Lengths, Report
 from safelight.request import Request, parse_fps, request_error
+from safelight.sampling.guidance import branches
 from safelight.sampling.schedulers import SCHEDULERS, check_scheduler
 from safelight.weights.files import WeightFiles, find_weights, read_headers
 from safelight.weights.model_index import ModelIndex
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 # What a checkpoint may say of itself beside diffusers' files.
 MANIFEST = "safelight.json"
+TEXT_LENGTH = 512  # rows of text that Wan was trained to see
 # Component -> the library and the classes that model_index.json may name; a tokenizer is what its own files say.
 COMPONENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "tokenizer": ("transformers", ()),
@@ -105,30 +108,7 @@ class WanCheckpoint:
 
     def resolve(self, request: Request) -> Request:
         """The request with defaults filled in. Raises RequestError, with the nearest the model can do."""
-        defaults = self.defaults
-        resolved = request.replace(
-            **{
-                name: getattr(defaults, name)
-                for name in ("width", "height", "num_frames", "fps", "num_steps", "guidance_scale", "negative_prompt")
-                if getattr(request, name) is None
-            }
-        )
-        assert resolved.width is not None and resolved.height is not None and resolved.num_frames is not None
-        problems = []
-        patch_t, patch_h, patch_w = self.transformer.patch_size
-        space, time = self.vae.spatial_factor, self.vae.temporal_factor
-        # The first latent frame is one frame, any other `time` frames.
-        first = 1 + (patch_t - 1) * time
-        for name, value, smallest, step in (
-            ("width", resolved.width, space * patch_w, space * patch_w),
-            ("height", resolved.height, space * patch_h, space * patch_h),
-            ("num_frames", resolved.num_frames, first, time * patch_t),
-        ):
-            largest = smallest + (self.transformer.rope_max_seq_len - 1) * step
-            problems += _off_grid(name, value, smallest, step, largest)
-        if problems:
-            raise request_error(problems)
-        return resolved
+        return _resolved(request, self.defaults, self.transformer, self.vae)
 
     def warnings(self, request: Request) -> tuple[str, ...]:
         """Where the request leaves what the model was trained for."""
@@ -179,6 +159,62 @@ def layer_groups(configs: Mapping[str, Mapping[str, Any]], dtype: str) -> tuple[
     }
     text_encoder = Umt5Config.from_json(configs["text_encoder"], "text_encoder")
     return _layer_groups(text_encoder, transformers, WanVaeConfig.from_json(configs["vae"], "vae"), dtype)
+
+
+def lengths(
+    configs: Mapping[str, Mapping[str, Any]], request: Request, folder: Path | None = None
+) -> dict[str, Lengths]:
+    """How large a request makes the attention calls of a Wan model that is known by its configurations.
+
+    The text is as long as it can be, and a frame at a time is decoded, as of a large video.
+    """
+    manifest = read_json(folder / MANIFEST) if folder is not None and (folder / MANIFEST).exists() else {}
+    defaults = Defaults() if folder is None else _defaults(manifest, folder / MANIFEST)
+    vae = WanVaeConfig.from_json(configs["vae"], "vae")
+    transformers = {
+        name: WanConfig.from_json(configs[name], name) for name in configs if name.startswith("transformer")
+    }
+    found: dict[str, Lengths] = {}
+    for name, transformer in transformers.items():
+        resolved = _resolved(request, defaults, transformer, vae)
+        assert resolved.width is not None and resolved.height is not None and resolved.num_frames is not None
+        assert resolved.guidance_scale is not None
+        rows = branches(resolved.guidance_scale)
+        frames = 1 + (resolved.num_frames - 1) // vae.temporal_factor
+        positions = (resolved.height // vae.spatial_factor) * (resolved.width // vae.spatial_factor)
+        tokens = frames * positions // math.prod(transformer.patch_size)
+        found["text_encoder.self"] = Lengths(batch=rows, queries=TEXT_LENGTH, keys=TEXT_LENGTH)
+        found[f"{name}.self"] = Lengths(batch=rows, queries=tokens, keys=tokens)
+        found[f"{name}.cross"] = Lengths(batch=rows, queries=tokens, keys=TEXT_LENGTH)
+        found["vae.self"] = Lengths(batch=1, queries=positions, keys=positions)
+    return found
+
+
+def _resolved(request: Request, defaults: Defaults, transformer: WanConfig, vae: WanVaeConfig) -> Request:
+    """The request with defaults filled in. Raises RequestError, with the nearest the model can do."""
+    resolved = request.replace(
+        **{
+            name: getattr(defaults, name)
+            for name in ("width", "height", "num_frames", "fps", "num_steps", "guidance_scale", "negative_prompt")
+            if getattr(request, name) is None
+        }
+    )
+    assert resolved.width is not None and resolved.height is not None and resolved.num_frames is not None
+    problems = []
+    patch_t, patch_h, patch_w = transformer.patch_size
+    space, time = vae.spatial_factor, vae.temporal_factor
+    # The first latent frame is one frame, any other `time` frames.
+    first = 1 + (patch_t - 1) * time
+    for name, value, smallest, step in (
+        ("width", resolved.width, space * patch_w, space * patch_w),
+        ("height", resolved.height, space * patch_h, space * patch_h),
+        ("num_frames", resolved.num_frames, first, time * patch_t),
+    ):
+        largest = smallest + (transformer.rope_max_seq_len - 1) * step
+        problems += _off_grid(name, value, smallest, step, largest)
+    if problems:
+        raise request_error(problems)
+    return resolved
 
 
 def _layer_groups(

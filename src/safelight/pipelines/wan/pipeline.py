@@ -14,7 +14,7 @@ from safelight.models.umt5 import Umt5Encoder, encode_prompts
 from safelight.models.wan import WanTransformer, keeps_float32
 from safelight.models.wan_vae import ENCODER_PREFIXES, WanVaeDecoder
 from safelight.pipelines import Report
-from safelight.pipelines.wan.checkpoint import WanCheckpoint
+from safelight.pipelines.wan.checkpoint import TEXT_LENGTH, WanCheckpoint
 from safelight.request import Request
 from safelight.sampling.denoise import StepState, denoise
 from safelight.sampling.flow import solver_from_config
@@ -23,7 +23,6 @@ from safelight.sampling.noise import draw_noise
 from safelight.text import Tokenizer, clean_prompt
 from safelight.weights.loading import load_module
 
-TEXT_LENGTH = 512  # rows of text that Wan was trained to see
 BATCH_TOKENS = 8192  # outputs share a batch while their tokens, over both branches, stay below this
 
 
