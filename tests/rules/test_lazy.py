@@ -28,7 +28,7 @@ HEAVY = (
     *("av", "diffusers", "ftfy", "huggingface_hub", "numpy", "PIL", "safetensors"),
     *("tokenizers", "torch", "tqdm", "transformers"),
 )
-COMMANDS = (["--help"], *([name, "--help"] for name in ("generate", "explain", "doctor", "facts")))
+COMMANDS = (["--help"], *([name, "--help"] for name in ("generate", "explain", "doctor", "facts", "bench")))
 COMMAND = Path(sys.executable).parent / "safelight"
 
 
