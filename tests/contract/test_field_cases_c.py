@@ -74,7 +74,8 @@ def test_dx_055_each_head_reads_its_own_keys_and_values(subject, heads, kv_heads
     with subject.installed():
         out = BACKENDS[subject.backend].load(need)(q, k, v).float()
     expected = torch.arange(heads) // (heads // kv_heads) + 1
-    assert (out - expected[:, None]).abs().max() < 0.1
+    # Other heads are 1 or more away; 8 bits round 7 by up to 0.2.
+    assert (out - expected[:, None]).abs().max() < 0.4
 
 
 @EACH
