@@ -28,8 +28,8 @@ from safelight.request import AttentionCheck
 # scale that is 5 % off makes 0.05 times the spread of the scores of it. In float32 the scores' sums decide: 1e-6 and
 # more where scores are large.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4 * 2.0**-8, "float16": 4 * 2.0**-11}
-# A single row has no others to average with, but what is wrong with one (the end of a block that was never written)
-# is wrong altogether: an error of the output's size.
+# A single row has no features of others to average with, so its rounding varies more. Among a thousand rows of a head
+# it hardly counts, and yet a row that misses a block of its keys is off by a good part of its size.
 ROW_FACTOR = 8
 LOSSY_ROW_FACTOR = 2
 # For each step of the comparison: scores that are held at a time, and rows that are looked at.

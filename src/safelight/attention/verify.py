@@ -1,7 +1,8 @@
-"""Verification (`doctor --verify`): usable backends on their contract's cases, each in a process of its own.
+"""Verification (`doctor --verify`): usable backends on their contract's cases, each in processes of its own.
 
 A kernel that was built for another machine may end the process that calls it, and one that reached into foreign memory
-leaves a device behind on which nothing works any more: neither may stand in the way of the other backends.
+leaves a device behind on which nothing works any more: neither may stand in the way of the other backends. Each dtype
+has its process, for kernels that are compiled have a limit of forms in one.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """How a backend did on all its cases: the answers, how many cases there are, and what ended it before all ran."""
+    """How a backend did on all its cases: the answers, how many cases there are, and what ended a process too early."""
 
     backend: str
     num_cases: int
@@ -138,36 +139,41 @@ def verify(
     device: str,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verification:
-    """Run the backend's cases in a process of its own, on this machine's `device` as torch calls it.
+    """Run the backend's cases on this machine's `device`, as torch calls it: in a process of its own for each dtype.
 
     `report` is told how many cases are done, and of how many. A process that ends before its last case, by a signal or
     an exit of the kernel's own, is the answer of the case that ran.
     """
-    asked = cases_here(backend, machine, backends, dtypes)
-    report(0, len(asked))
-    if not asked:
-        return Verification(backend=backend.name, num_cases=0, answers=())
-    order = {
-        "paths": [path for path in sys.path if isinstance(path, str)],
-        "backend": backend.name,
-        "machine": machine.to_json(),
-        "dtypes": dtypes,
-        "device": device,
-    }
+    asked = {dtype: cases_here(backend, machine, backends, (dtype,)) for dtype in dtypes}
+    num_cases = sum(map(len, asked.values()))
+    report(0, num_cases)
     answers: list[Answer] = []
-    with _process() as process:
-        assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # one that is gone already says so by its status
-            process.stdin.write(json.dumps(order) + "\n")
-        for line in process.stdout:
-            answers.append(Answer.from_json(json.loads(line)))
-            report(len(answers), len(asked))
-        status = process.wait()
-    end = None
-    if len(answers) < len(asked):
-        end = f"the process {_how_it_ended(status)}"
-        answers.append(_without_result(asked[len(answers)], end))
-    return Verification(backend=backend.name, num_cases=len(asked), answers=tuple(answers), end=end)
+    ends: list[str] = []
+    for dtype, cases_asked in asked.items():
+        if not cases_asked:
+            continue
+        order = {
+            "paths": [path for path in sys.path if isinstance(path, str)],
+            "backend": backend.name,
+            "machine": machine.to_json(),
+            "dtype": dtype,
+            "device": device,
+        }
+        started = len(answers)
+        with _process() as process:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # one that is gone already says so by its status
+                process.stdin.write(json.dumps(order) + "\n")
+            for line in process.stdout:
+                answers.append(Answer.from_json(json.loads(line)))
+                report(len(answers), num_cases)
+            status = process.wait()
+        if len(answers) - started < len(cases_asked):
+            ends.append(f"the process {_how_it_ended(status)}")
+            answers.append(_without_result(cases_asked[len(answers) - started], ends[-1]))
+    return Verification(
+        backend=backend.name, num_cases=num_cases, answers=tuple(answers), end="; ".join(dict.fromkeys(ends)) or None
+    )
 
 
 @contextlib.contextmanager
@@ -224,7 +230,7 @@ def _answer_order(text: str, out: TextIO) -> None:
     sys.path[:] = order["paths"]
     backends = by_name(found_backends())
     backend, machine = backends[order["backend"]], MachineFacts.from_json(order["machine"])
-    for answer in verify_here(backend, cases_here(backend, machine, backends, tuple(order["dtypes"])), order["device"]):
+    for answer in verify_here(backend, cases_here(backend, machine, backends, (order["dtype"],)), order["device"]):
         out.write(json.dumps(answer.to_json()) + "\n")
         out.flush()
 
