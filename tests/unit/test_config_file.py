@@ -84,7 +84,7 @@ def test_the_environment_is_nearer_than_the_file():
     [
         (
             "modle = 'x'",
-            "there is no key 'modle'; the keys are model, device, dtype, attention, check_attention (did you mean model?)",
+            "there is no key 'modle'; the keys are model, device, dtype, attention, check_attention (did you mean",
         ),
         (
             "[transformer]",
