@@ -1,0 +1,152 @@
+"""How the ranks of a parallel run share the work: Ulysses over heads, ring over tokens, halves over guidance branches."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from safelight.attention.requirements import AttentionRequirements
+from safelight.errors import RequestError
+
+FORMULA = "cfg_parallel x ring x ulysses"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """How many ways heads (`ulysses`), tokens (`ring`) and guidance branches (`cfg`, 1 or 2) are split.
+
+    Ranks are numbered with ulysses fastest, then ring, then cfg, so that the ranks of a Ulysses group are neighbours.
+    Each of the `ulysses * ring` ranks of a branch holds a slice of the tokens, in the order of its number.
+    """
+
+    ulysses: int = 1
+    ring: int = 1
+    cfg: int = 1
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {value!r}; it must be {allowed}"
+            for name, value, allowed, fits in (
+                ("ulysses", self.ulysses, "a whole number of at least 1", _is_count(self.ulysses)),
+                ("ring", self.ring, "a whole number of at least 1", _is_count(self.ring)),
+                ("cfg_parallel", self.cfg, "1 or 2, since guidance has two branches", self.cfg in (1, 2)),
+            )
+            if not fits
+        ]
+        if problems:
+            raise RequestError("; ".join(problems))
+
+    @property
+    def num_shards(self) -> int:
+        """How many ranks share a sequence."""
+        return self.ulysses * self.ring
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are in all."""
+        return self.num_shards * self.cfg
+
+    def __str__(self) -> str:
+        branches = "" if self.cfg == 1 else f"cfg_parallel {self.cfg} x "
+        return f"{branches}ulysses {self.ulysses} x ring {self.ring}"
+
+    def local(self, need: AttentionRequirements) -> AttentionRequirements:
+        """What a layer asks of the kernel on one rank.
+
+        Ulysses leaves a part of the heads. Ring calls the kernel on one block of keys after another and merges the
+        results by their LSE; the blocks may differ by a token from the queries. Layers that every rank runs alike
+        (auxiliary ones, and those whose keys every rank has) ask what they ask of one process.
+        """
+        if not is_sharded(need) or self.num_shards == 1:
+            return need
+        return need.replace(
+            num_heads=need.num_heads // self.ulysses,
+            num_kv_heads=need.num_kv_heads // self.ulysses,
+            needs_lse=need.needs_lse or self.ring > 1,
+            equal_lengths=need.equal_lengths and self.ring == 1,
+        )
+
+    def to_json(self) -> dict[str, int]:
+        """The grid as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild from `to_json` data."""
+        return cls(**data)
+
+
+def is_sharded(need: AttentionRequirements) -> bool:
+    """Whether a layer's keys are spread over the ranks, so that it needs what the others hold."""
+    return not (need.is_auxiliary or need.replicated_keys)
+
+
+def shard_lengths(num_tokens: int, num_shards: int) -> tuple[int, ...]:
+    """How many tokens each rank holds: as even as can be, the longer slices first."""
+    short, num_longer = divmod(num_tokens, num_shards)
+    return tuple(short + (i < num_longer) for i in range(num_shards))
+
+
+def check_grid(grid: Grid, needs: Iterable[AttentionRequirements], num_tokens: Mapping[str, int] | None = None) -> None:
+    """Raise RequestError where layers can't be split like this, with the grids that would work.
+
+    `num_tokens` are the tokens of each component's sequence, where they are known.
+    """
+    sharded = [need for need in needs if is_sharded(need)]
+    tokens = dict(num_tokens or {})
+    problems = _problems(grid, sharded, tokens)
+    if not problems:
+        return
+    fits = [other for other in _grids_of(grid.num_ranks) if not _problems(other, sharded, tokens)]
+    # For fewer ranks, where none of this many works: the most that do.
+    for num_ranks in range(grid.num_ranks - 1, 0, -1):
+        if fits:
+            break
+        fits = [other for other in _grids_of(num_ranks) if not _problems(other, sharded, tokens)]
+    ranks = fits[0].num_ranks if fits else 0
+    remedy = (
+        f"with {ranks} rank{'s' * (ranks != 1)} these work: {', '.join(map(str, fits))}" if fits else "no grid works"
+    )
+    raise RequestError(
+        f"{grid} doesn't fit this model: {'; '.join(problems)}; {remedy}",
+        grid=grid.to_json(),
+        problems=problems,
+        would_do=[other.to_json() for other in fits],
+    )
+
+
+def _problems(grid: Grid, sharded: Iterable[AttentionRequirements], tokens: Mapping[str, int]) -> list[str]:
+    if grid.num_shards == 1:
+        return []
+    found: dict[str, None] = {}
+    for need in sharded:
+        layer = f"{need.component}.{need.role}"
+        if need.num_heads % grid.ulysses:
+            found[f"{layer} has {need.num_heads} heads, which ulysses {grid.ulysses} doesn't divide"] = None
+        elif need.num_kv_heads % grid.ulysses:
+            heads = f"{need.num_kv_heads} key and value heads"
+            found[f"{layer} has {heads}, which ulysses {grid.ulysses} doesn't divide"] = None
+        if need.role == "cross":
+            found[f"{layer} doesn't say that every rank has its keys"] = None
+        if need.mask in ("dense", "bias"):
+            found[f"{layer} has a mask for every query and key ({need.mask}), which isn't split"] = None
+        if need.packed_varlen and grid.ring > 1:
+            found[f"{layer} has packed documents, which a ring doesn't split"] = None
+        if need.component in tokens and tokens[need.component] < grid.num_shards:
+            few = f"{tokens[need.component]} token{'s' * (tokens[need.component] != 1)}"
+            found[f"{layer} has {few} for {grid.num_shards} ranks"] = None
+    return list(found)
+
+
+def _grids_of(num_ranks: int) -> list[Grid]:
+    """Every grid of so many ranks; those without cfg parallel first, which serve any guidance."""
+    return [
+        Grid(ulysses=ulysses, ring=num_ranks // cfg // ulysses, cfg=cfg)
+        for cfg in (1, 2)
+        if num_ranks % cfg == 0
+        for ulysses in range(num_ranks // cfg, 0, -1)
+        if num_ranks // cfg % ulysses == 0
+    ]
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
