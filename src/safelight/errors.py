@@ -12,6 +12,7 @@
     ├── GenerationError               the run itself failed: exit status 1
     │   ├── KernelError               an attention kernel raised while running; names component, layer and step
     │   ├── KernelMismatchError       an attention kernel's result isn't the reference's (`--check-attention`)
+    │   ├── RankError                 another rank of a parallel run has ended, or doesn't answer
     │   └── WriteError                the file couldn't be written (disk full, device gone)
     └── Cancelled                     the request's cancel token was set: exit status 130
 
@@ -82,6 +83,10 @@ class KernelError(GenerationError):
 
 class KernelMismatchError(GenerationError):
     """A checked attention kernel disagrees with the reference. `details` say where and by how much."""
+
+
+class RankError(GenerationError):
+    """Another rank of a parallel run has ended or doesn't answer. That rank's own error says why."""
 
 
 class WriteError(GenerationError):

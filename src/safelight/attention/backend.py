@@ -35,7 +35,8 @@ class Layout:
     `grid` is the token grid (t, h, w); `text` the half-open range of text tokens, if joint. `offsets` are the int32
     cumulative lengths [documents + 1], from 0, of documents packed one after another in a batch of one; `key_offsets`
     those of their keys, None where keys are packed like queries. `step` and `layer`, from 0, say where the call stands
-    in the run.
+    in the run. `shards` are the numbers of tokens that the ranks of a parallel run hold, text left out, in the order of
+    the sequence; all else here is of the whole sequence. None where one process has it all.
     """
 
     grid: tuple[int, int, int] | None = None
@@ -44,6 +45,7 @@ class Layout:
     step: int | None = None
     layer: int | None = None
     key_offsets: "Tensor | None" = None
+    shards: tuple[int, ...] | None = None
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

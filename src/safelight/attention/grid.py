@@ -1,4 +1,4 @@
-"""How the ranks of a parallel run share the work: Ulysses over heads, ring over tokens, halves over guidance branches."""
+"""How the ranks of a parallel run share the work: Ulysses by heads, ring by tokens, halves by guidance branch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from safelight.attention.backend import AttentionBackend, AttentionFn, Layout
 from safelight.attention.requirements import AttentionRequirements, Mask
-from safelight.errors import KernelError, KernelMismatchError
+from safelight.errors import KernelError, KernelMismatchError, RankError
 
 
 class Attention(nn.Module):
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         """Attend: q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim]; out like q.
 
         Raises KernelError, naming the layer and the step, with the kernel's own error as its cause, and
-        KernelMismatchError from a kernel that is checked.
+        KernelMismatchError from a kernel that is checked, RankError where another rank of a parallel run is lost.
         """
         assert self.kernel is not None, f"{self.name}: no kernel is bound; bind the plan before running the model"
         requirements = self.requirements
@@ -45,7 +45,7 @@ class Attention(nn.Module):
             out: Tensor = self.kernel(
                 q_BSHD, k_BSHD, v_BSHD, scale=requirements.scale, causal=requirements.causal, mask=mask, layout=layout
             )
-        except KernelMismatchError:
+        except (KernelMismatchError, RankError):
             raise
         except Exception as error:
             backend = self.backend.name if self.backend else "unnamed"
