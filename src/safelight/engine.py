@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from safelight.attention.backend import AttentionBackend
+from safelight.attention.grid import Grid, check_grid
 from safelight.attention.lock import check_lock
 from safelight.attention.machine import this_machine
 from safelight.attention.plan import AttentionPlan, build_plan
@@ -15,7 +16,7 @@ from safelight.attention.ranking import SavedRanking, saved_ranking
 from safelight.attention.select import by_name, found_backends
 from safelight.config import Settings, as_settings
 from safelight.errors import GenerationError, RequestError
-from safelight.pipelines import Checkpoint, Pipeline
+from safelight.pipelines import Checkpoint, ParallelCheckpoint, Pipeline
 from safelight.planning import (
     DEMO_NAME,
     Sources,
@@ -29,6 +30,7 @@ from safelight.planning import (
 from safelight.platforms import load_machine, probe_machine, torch_device
 from safelight.platforms.facts import MachineFacts
 from safelight.request import Output, Progress, Request, Result, draw_seed, parse_fps
+from safelight.sampling.guidance import branches
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from safelight.attention.guard import Guard
     from safelight.attention.runtime import LoadedPlan
+    from safelight.distributed.mesh import Mesh
     from safelight.sampling.denoise import StepState
 
 Report = Callable[[Progress], None]
@@ -57,6 +60,7 @@ class Engine:
         plan_lock: AttentionPlan | None = None,
         measured: SavedRanking | None = None,
         check: str = "off",
+        mesh: "Mesh | None" = None,
     ) -> None:
         self.model = model
         self.machine = machine
@@ -67,6 +71,8 @@ class Engine:
         self._plan_lock = plan_lock
         self._measured = SavedRanking() if measured is None else measured
         self._check = check
+        self._mesh = mesh
+        self._grid = Grid() if mesh is None else mesh.grid
         self._guard: Guard | None = None
         self._loaded: dict[Sources, LoadedPlan] = {}
         self._bound: LoadedPlan | None = None
@@ -87,6 +93,7 @@ class Engine:
         check_attention: str | None = None,
         settings: Settings | Mapping[str, Any] | None = None,
         plan_lock: AttentionPlan | None = None,
+        mesh: "Mesh | None" = None,
         report: Report | None = None,
     ) -> Self:
         """Open a model: a folder in diffusers' layout, a hub id, or None for the demo.
@@ -97,9 +104,10 @@ class Engine:
         it is only preferred (S2). With `plan_lock` every plan must run the very kernels of that one (S14).
         `check_attention` holds the kernels to the reference while they run: "first" in the first call of each kind of
         layer, "always" in every call, None or "off" never. `machine` is planned for in place of this one, by its facts
-        or a name or file as for `load_machine`; the model runs on this machine's `device` all the same. Everything is
+        or a name or file as for `load_machine`; the model runs on this machine's `device` all the same. With a `mesh`
+        this is one rank of a parallel run: all of them make the same calls, and the first alone decodes. Everything is
         checked, the attention plan is made and its kernels loaded, before any weight is. Raises RequestError,
-        CheckpointError and SelectionError.
+        CheckpointError and SelectionError, and on a mesh RankError.
         """
         settings = as_settings(settings or Settings())
         started_s = time.monotonic()
@@ -125,13 +133,22 @@ class Engine:
             # This machine's times say nothing about another.
             measured=saved_ranking(facts) if machine is None else SavedRanking(),
             check=check,
+            mesh=mesh,
         )
+        if mesh is not None and not isinstance(checkpoint, ParallelCheckpoint):
+            raise RequestError(f"{engine.model} is of a family that doesn't run on several ranks")
         engine.plan()
+        if mesh is not None:
+            engine._agree_on_model(mesh)
 
         def loaded(step: int, num_steps: int) -> None:
             _tell(report, "load", step, num_steps, started_s)
 
-        engine._pipeline = checkpoint.load(engine.dtype, torch_device(here, asked_device), loaded)
+        where = torch_device(here, asked_device)
+        if isinstance(checkpoint, ParallelCheckpoint):
+            engine._pipeline = checkpoint.load(engine.dtype, where, loaded, mesh)
+        else:
+            engine._pipeline = checkpoint.load(engine.dtype, where, loaded)
         return engine
 
     def resolve(self, request: Request) -> Request:
@@ -142,6 +159,14 @@ class Engine:
         resolved = self._checkpoint.resolve(request)
         if resolved.seed is None:
             resolved = resolved.replace(seed=draw_seed())
+        if isinstance(self._checkpoint, ParallelCheckpoint):
+            needs = [group.requirements for group in self._checkpoint.layer_groups(self.dtype)]
+            check_grid(self._grid, needs, self._checkpoint.num_tokens(resolved))
+        if self._grid.cfg > 1 and resolved.guidance_scale is not None and branches(resolved.guidance_scale) == 1:
+            raise RequestError(
+                f"cfg_parallel {self._grid.cfg} needs two guidance branches; a guidance scale of "
+                f"{resolved.guidance_scale:g} has one: ask for more than 1, or for cfg_parallel 1"
+            )
         self.plan(resolved)
         return resolved
 
@@ -162,7 +187,15 @@ class Engine:
         groups = self._checkpoint.layer_groups(self.dtype)
 
         def plan_for(machine: MachineFacts) -> AttentionPlan:
-            return build_plan(groups, machine, sources, self._backends, runs_here=True, measured=self._measured.ranking)
+            return build_plan(
+                groups,
+                machine,
+                sources,
+                self._backends,
+                runs_here=True,
+                measured=self._measured.ranking,
+                grid=self._grid,
+            )
 
         loaded = load_plan(plan_for, self.machine, self._backends)
         self.machine = loaded.plan.machine  # which knows now what couldn't be loaded
@@ -182,8 +215,9 @@ class Engine:
     ) -> Result | list[Result]:
         """Run a request, a prompt with Request's fields as keywords, or a list of requests.
 
-        Requests on one engine run one after the other, also from several threads. Raises RequestError before any work,
-        GenerationError if the run fails (G5), and Cancelled.
+        Requests on one engine run one after the other, also from several threads. On a mesh every rank makes this call;
+        they take the first one's seed where they have none, and the results of the others have no outputs. Raises
+        RequestError before any work, GenerationError if the run fails (G5), and Cancelled.
         """
         if not isinstance(request, str | Request | Sequence) or isinstance(request, bytes):
             raise RequestError(f"the request is {request!r}; it must be a prompt, a Request or a list of Requests")
@@ -195,7 +229,7 @@ class Engine:
         if wrong:
             raise RequestError(f"the list holds {wrong[0]!r}; each must be a Request, as in Request(prompt=...)")
         requests = [one.replace(**_as_fields(fields)) if fields else one for one in request]
-        resolved = [self.resolve(one) for one in requests]
+        resolved = [self._alike(one) for one in requests]
         return [self._generate(one, report) for one in resolved]
 
     def _generate(self, request: Request, report: Report | None) -> Result:
@@ -203,7 +237,7 @@ class Engine:
 
         from safelight.sampling.noise import output_seeds
 
-        request = self.resolve(request)
+        request = self._alike(request)
         loaded = self._load_plan(request)
         pipeline = self._pipeline
         assert pipeline is not None, "from_pretrained loads the pipeline"
@@ -215,11 +249,11 @@ class Engine:
             self._bind(loaded)
             text, warnings = run.encode()
             latents = run.denoise(text, seeds)
-            frames = run.decode(latents)
+            frames = run.decode(latents) if self._mesh is None or self._mesh.is_first else []
             checks = () if self._guard is None else self._guard.checks(loaded.plan)
         return Result(
             outputs=tuple(
-                Output.from_frames(clip, seed=seed, fps=request.fps) for clip, seed in zip(frames, seeds, strict=True)
+                Output.from_frames(clip, seed=seed, fps=request.fps) for clip, seed in zip(frames, seeds, strict=False)
             ),
             plan=loaded.plan,
             request=request.replace(cancel=None),
@@ -228,6 +262,27 @@ class Engine:
             warnings=(*self._measured.notes, *self._checkpoint.warnings(request), *warnings),
             attention_checks=checks,
         )
+
+    def _alike(self, request: Request) -> Request:
+        """The resolved request; on a mesh, the same on every rank."""
+        mesh = self._mesh
+        if mesh is None:
+            return self.resolve(request)
+        from safelight.distributed.agreement import agree
+
+        if request.seed is None and mesh.is_first:
+            request = request.replace(seed=draw_seed())
+        first_seed = mesh.world.gather_values(request.seed)[0]
+        request = self.resolve(request if request.seed is not None else request.replace(seed=first_seed))
+        agree(mesh.world, {**request.to_json(), "plan": _kernels(self.plan(request))})
+        return request
+
+    def _agree_on_model(self, mesh: "Mesh") -> None:
+        """Compare what the ranks are about to load."""
+        from safelight.distributed.agreement import agree, folder_digest
+
+        values = {"dtype": self.dtype, "check_attention": self._check, "plan": _kernels(self.plan())}
+        agree(mesh.world, {"model": folder_digest(self._checkpoint.folder), **values})
 
     def _bind(self, loaded: "LoadedPlan") -> None:
         """Give every attention layer the kernel that the plan names for it."""
@@ -239,8 +294,9 @@ class Engine:
             self._bound = None  # until all of them are
             if self._check != "off" and self._guard is None:
                 self._guard = Guard(self._check)
+            links = None if self._mesh is None else (self._mesh.ulysses, self._mesh.ring)
             for component, module in self._pipeline.modules.items():
-                bind(component, module, loaded, self._guard)
+                bind(component, module, loaded, self._guard, links)
             self._bound = loaded
 
 
@@ -347,6 +403,14 @@ def _log_plan(plan: AttentionPlan) -> None:
             log.debug(
                 "%s.%s: not %s: %s", layer.requirements.component, layer.requirements.role, verdict.backend, reasons
             )
+
+
+def _kernels(plan: AttentionPlan) -> list[str]:
+    """What runs in which layers, the same wherever the plan was made."""
+    return [
+        f"{layer.requirements.component}.{layer.requirements.role} x{layer.count} {layer.selection.backend}"
+        for layer in plan.layers
+    ]
 
 
 def _as_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def differences(locked: AttentionPlan, plan: AttentionPlan) -> list[str]:
     """
     before = {_kind(layer): layer for layer in locked.layers}
     after = {_kind(layer): layer for layer in plan.layers}
-    found = []
+    found = [] if locked.grid == plan.grid else [f"grid: locked {locked.grid}, now {plan.grid}"]
     for kind in dict.fromkeys((*before, *after)):
         was, is_now = before.get(kind), after.get(kind)
         texts = ["none" if layer is None else _kernel(layer) for layer in (was, is_now)]

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from safelight.attention.backend import AttentionFn, Layout
+from safelight.attention.grid import is_sharded
 from safelight.attention.merging import merge_attention
+from safelight.attention.requirements import AttentionRequirements
 
 
 class Link(Protocol):
@@ -46,6 +48,16 @@ class Link(Protocol):
         Neither tensor may be touched in between; both are contiguous.
         """
         ...
+
+
+def over_ranks(kernel: AttentionFn, need: AttentionRequirements, ulysses_link: Link, ring_link: Link) -> AttentionFn:
+    """The kernel of a layer for a run on several ranks: `need` is what the layer asks for in one process."""
+    if is_sharded(need):
+        return sequence_parallel(kernel, ulysses_link, ring_link)
+    if need.causal and not need.is_auxiliary:
+        place = ring_link.rank * ulysses_link.size + ulysses_link.rank
+        return causal_slice(kernel, lambda shards: sum(shards[:place]))
+    return kernel
 
 
 def sequence_parallel(kernel: AttentionFn, ulysses_link: Link, ring_link: Link) -> AttentionFn:

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Self
 
 from safelight.attention.backend import AttentionBackend
+from safelight.attention.grid import Grid, check_grid
 from safelight.attention.ranking import Ranking
 from safelight.attention.requirements import AttentionRequirements
 from safelight.attention.select import BackendPreference, Selection, canonical, preferred, select_backend, why_not
@@ -64,10 +65,14 @@ class PlannedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan:
-    """Every layer's selection on one machine. Plans compare by value."""
+    """Every layer's selection on one machine, or on each of several that share the work. Plans compare by value.
+
+    On a grid of ranks the requirements are what a layer asks of the kernel on one of them.
+    """
 
     machine: MachineFacts
     layers: tuple[PlannedLayer, ...]
+    grid: Grid = field(default_factory=Grid)
 
     def lines(self) -> list[str]:
         """One line per component: "transformer: self x30 sdpa (platform default), cross x30 ..." (S13)."""
@@ -84,7 +89,8 @@ class AttentionPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The public JSON of `explain`."""
-        return {"machine": self.machine.to_json(), "layers": [layer.to_json() for layer in self.layers]}
+        grid = {} if self.grid.num_ranks == 1 else {"grid": self.grid.to_json()}
+        return {"machine": self.machine.to_json(), **grid, "layers": [layer.to_json() for layer in self.layers]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -92,6 +98,7 @@ class AttentionPlan:
         return cls(
             machine=MachineFacts.from_json(data["machine"]),
             layers=tuple(PlannedLayer.from_json(layer) for layer in data["layers"]),
+            grid=Grid.from_json(data["grid"]) if "grid" in data else Grid(),
         )
 
     def replace(self, **changes: Any) -> Self:
@@ -107,16 +114,21 @@ def build_plan(
     *,
     runs_here: bool = False,
     measured: Ranking | None = None,
+    grid: Grid | None = None,
 ) -> AttentionPlan:
     """Select for every group. `sources` are the preferences of S1, nearest source first.
 
     The platform's own preference, if it has one, comes last and is implicit. With `runs_here` the plan is one to run: a
-    backend without an adapter is refused. `measured` are this machine's own times, for what nobody chose. Raises
-    RequestError for a component or role that the model doesn't have, and SelectionError.
+    backend without an adapter is refused. `measured` are this machine's own times, for what nobody chose. With a `grid`
+    the layers are planned as they run on each of its ranks. Raises RequestError for a component or role that the model
+    doesn't have and for a grid that doesn't fit it, and SelectionError.
     """
+    grid = Grid() if grid is None else grid
     kinds = {(group.requirements, group.supported) for group in groups}
     assert len(kinds) == len(groups), "layers with equal requirements and equal scope are one group"
     check_names(groups, sources)
+    check_grid(grid, [group.requirements for group in groups])
+    groups = _on_grid(groups, grid)
     platform = platform_named(machine.platform)
     order = platform.automatic_order(machine)
     habit = platform.preference(machine)
@@ -141,7 +153,18 @@ def build_plan(
                 requirements=group.requirements, count=group.count, selection=selection, supported=group.supported
             )
         )
-    return AttentionPlan(machine=machine, layers=tuple(layers))
+    return AttentionPlan(machine=machine, layers=tuple(layers), grid=grid)
+
+
+def _on_grid(groups: Sequence[LayerGroup], grid: Grid) -> list[LayerGroup]:
+    """The groups as each rank has them; what differed only in whole may be equal in parts."""
+    counts: dict[tuple[AttentionRequirements, frozenset[str] | None], int] = {}
+    for group in groups:
+        kind = (grid.local(group.requirements), group.supported)
+        counts[kind] = counts.get(kind, 0) + group.count
+    return [
+        LayerGroup(requirements=need, count=count, supported=supported) for (need, supported), count in counts.items()
+    ]
 
 
 def check_names(groups: Sequence[LayerGroup], sources: Sequence[Sequence[BackendPreference]]) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from safelight.attention.backend import AttentionBackend, AttentionFn
 from safelight.attention.guard import Guard
 from safelight.attention.layer import Attention
+from safelight.attention.parallel import Link, over_ranks
 from safelight.attention.plan import AttentionPlan, PlannedLayer
 from safelight.attention.requirements import AttentionRequirements
 from safelight.catalog import BROKEN, NOT_BROKEN, cause_of
@@ -61,9 +62,17 @@ def load_plan(
             return LoadedPlan(plan, kernels)
 
 
-def bind(component: str, module: nn.Module, loaded: LoadedPlan, guard: Guard | None = None) -> None:
+def bind(
+    component: str,
+    module: nn.Module,
+    loaded: LoadedPlan,
+    guard: Guard | None = None,
+    links: tuple[Link, Link] | None = None,
+) -> None:
     """Give every Attention layer inside `module` the kernel that the plan has for its kind, checked by `guard`.
 
+    `links` are this rank's Ulysses and ring groups, where the plan is for a grid: there a kernel is called with what
+    the rank has, and the layer with a slice of the sequence.
     The plan must have exactly the layers that are there: anything else is our mistake and asserts.
     """
     planned = {
@@ -75,12 +84,14 @@ def bind(component: str, module: nn.Module, loaded: LoadedPlan, guard: Guard | N
     for name, layer in module.named_modules():
         if not isinstance(layer, Attention):
             continue
-        kind = (layer.requirements, layer.supported)
+        kind = (loaded.plan.grid.local(layer.requirements), layer.supported)
         assert kind in planned, f"{component}.{name}: the plan has no such layer: {layer.requirements}"
         found[kind] = found.get(kind, 0) + 1
         layer.name = f"{component}.{name}" if name else component
         layer.backend, kernel = loaded.kernels[kind]
-        layer.kernel = kernel if guard is None else guard.around(kernel, layer.backend, layer.requirements, layer.name)
+        if guard is not None:
+            kernel = guard.around(kernel, layer.backend, kind[0], layer.name)
+        layer.kernel = kernel if links is None else over_ranks(kernel, layer.requirements, *links)
     assert found == planned, (
         f"{component} has {sorted(found.values())} layers of each kind, the plan {planned.values()}"
     )

@@ -328,7 +328,9 @@ def _missing(backend: AttentionBackend, need: AttentionRequirements) -> Iterable
         yield "no LSE"
     if need.scale is not None and need.scale != need.head_dim**-0.5 and not backend.custom_scale:
         yield f"no scale {need.scale} (takes head_dim ** -0.5)"
-    if need.role == "cross" and not need.equal_lengths and not backend.cross_lengths:
+    # Results that are merged by their LSE are often of blocks, and those are as long as they come.
+    may_differ = (need.role == "cross" or need.needs_lse) and not need.equal_lengths
+    if may_differ and not backend.cross_lengths:
         yield "no unequal lengths of queries and keys"
     if need.role == "cross" and backend.is_sparse:
         yield "no role cross (a sparse kernel has nothing to leave out there)"

@@ -11,6 +11,7 @@ raised by the logarithm of their number, which gives the same attention (two key
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from safelight.attention.requirements import AttentionRequirements
 from safelight.layers.embeddings import timestep_features
 from safelight.layers.rope import rotary_table, rotate
 from safelight.models.wan_config import WanConfig
+
+if TYPE_CHECKING:
+    from safelight.distributed.mesh import Mesh
 
 FLOAT32_PARTS = ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3")
 
@@ -142,23 +146,31 @@ class WanTransformer(nn.Module):
         text: TextContext,
         rotary: Tensor,
         layout: Layout | None = None,
+        mesh: "Mesh | None" = None,
     ) -> Tensor:
-        """The velocity, shaped like the latents [batch, channels, frames, height, width]."""
+        """The velocity, shaped like the latents [batch, channels, frames, height, width].
+
+        Each rank of a mesh runs the blocks on its own tokens, whose `rotary` it is given, and gets all of the result.
+        """
         grid = self.grid(latents_BCFHW)
-        x_BSD = self._embed_patches(latents_BCFHW)
+        patches_BSP = self._patches(latents_BCFHW)
+        x_BSD = self._embed_patches(patches_BSP if mesh is None else mesh.own(patches_BSP))
         for i, block in enumerate(self.blocks):
             x_BSD = block(x_BSD, modulation.blocks[i], text.keys[i], text.values[i], text.bias, rotary, layout)
         shift, scale = modulation.out
         x_BSD = _layer_norm(x_BSD, scale, shift, self.config.eps)
-        return self._unpatchify(self.proj_out(x_BSD), grid)
+        x_BSP = self.proj_out(x_BSD)
+        return self._unpatchify(x_BSP if mesh is None else mesh.whole(x_BSP, math.prod(grid)), grid)
 
-    def _embed_patches(self, latents_BCFHW: Tensor) -> Tensor:
-        """The patch convolution as one matrix product: its stride is its size."""
+    def _patches(self, latents_BCFHW: Tensor) -> Tensor:
         t, h, w = self.config.patch_size
         patches = latents_BCFHW.unflatten(4, (-1, w)).unflatten(3, (-1, h)).unflatten(2, (-1, t))
-        patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+        return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+
+    def _embed_patches(self, patches_BSP: Tensor) -> Tensor:
+        """The patch convolution as one matrix product: its stride is its size."""
         convolution = self.patch_embedding
-        return F.linear(patches.to(self.dtype), convolution.weight.flatten(1), convolution.bias)
+        return F.linear(patches_BSP.to(self.dtype), convolution.weight.flatten(1), convolution.bias)
 
     def _unpatchify(self, x_BSP: Tensor, grid: tuple[int, int, int]) -> Tensor:
         patches = x_BSP.unflatten(2, (*self.config.patch_size, -1)).unflatten(1, grid)

@@ -6,7 +6,7 @@ A family is a package in here that holds its declaration, FAMILY.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from safelight.attention.plan import LayerGroup
 from safelight.request import Request
@@ -15,6 +15,7 @@ from safelight.weights.model_index import ModelIndex
 if TYPE_CHECKING:
     import torch
 
+    from safelight.distributed.mesh import Mesh
     from safelight.sampling.denoise import StepState
 
 Report = Callable[[int, int], None]
@@ -67,6 +68,22 @@ class Checkpoint(Protocol):
 
     def load(self, dtype: str, device: str, report: Report) -> Pipeline:
         """Load the weights."""
+        ...
+
+
+@runtime_checkable
+class ParallelCheckpoint(Checkpoint, Protocol):
+    """A checkpoint whose model runs on several ranks."""
+
+    def num_tokens(self, request: Request) -> Mapping[str, int]:
+        """How many tokens a resolved request's sequence has, by the components whose tokens the ranks share."""
+        ...
+
+    def load(self, dtype: str, device: str, report: Report, mesh: "Mesh | None" = None) -> Pipeline:
+        """Load the weights.
+
+        On a mesh the pipeline denoises together with those of the other ranks, and gives each the whole latents.
+        """
         ...
 
 

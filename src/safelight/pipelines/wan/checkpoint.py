@@ -21,6 +21,7 @@ from safelight.weights.model_index import ModelIndex
 from safelight.weights.reading import read_json
 
 if TYPE_CHECKING:
+    from safelight.distributed.mesh import Mesh
     from safelight.pipelines.wan.pipeline import WanPipeline
 
 # What a checkpoint may say of itself beside diffusers' files.
@@ -125,11 +126,15 @@ class WanCheckpoint:
             )
         return tuple(found)
 
-    def load(self, dtype: str, device: str, report: Report) -> "WanPipeline":
+    def num_tokens(self, request: Request) -> dict[str, int]:
+        """How many tokens a resolved request's sequence has in the transformer."""
+        return {"transformer": _num_tokens(request, self.transformer, self.vae)}
+
+    def load(self, dtype: str, device: str, report: Report, mesh: "Mesh | None" = None) -> "WanPipeline":
         """Load the weights; `report` is told how many components are done."""
         from safelight.pipelines.wan.pipeline import WanPipeline
 
-        return WanPipeline.load(self, dtype, device, report)
+        return WanPipeline.load(self, dtype, device, report, mesh)
 
     def _check_fit(self) -> None:
         """Raise CheckpointError where one component's output isn't the next one's input."""
@@ -177,17 +182,23 @@ def lengths(
     found: dict[str, Lengths] = {}
     for name, transformer in transformers.items():
         resolved = _resolved(request, defaults, transformer, vae)
-        assert resolved.width is not None and resolved.height is not None and resolved.num_frames is not None
-        assert resolved.guidance_scale is not None
+        assert resolved.width is not None and resolved.height is not None and resolved.guidance_scale is not None
         rows = branches(resolved.guidance_scale)
-        frames = 1 + (resolved.num_frames - 1) // vae.temporal_factor
         positions = (resolved.height // vae.spatial_factor) * (resolved.width // vae.spatial_factor)
-        tokens = frames * positions // math.prod(transformer.patch_size)
+        tokens = _num_tokens(resolved, transformer, vae)
         found["text_encoder.self"] = Lengths(batch=rows, queries=TEXT_LENGTH, keys=TEXT_LENGTH)
         found[f"{name}.self"] = Lengths(batch=rows, queries=tokens, keys=tokens)
         found[f"{name}.cross"] = Lengths(batch=rows, queries=tokens, keys=TEXT_LENGTH)
         found["vae.self"] = Lengths(batch=1, queries=positions, keys=positions)
     return found
+
+
+def _num_tokens(request: Request, transformer: WanConfig, vae: WanVaeConfig) -> int:
+    """The tokens of a resolved request's video."""
+    assert request.width is not None and request.height is not None and request.num_frames is not None
+    frames = 1 + (request.num_frames - 1) // vae.temporal_factor
+    positions = (request.height // vae.spatial_factor) * (request.width // vae.spatial_factor)
+    return frames * positions // math.prod(transformer.patch_size)
 
 
 def _resolved(request: Request, defaults: Defaults, transformer: WanConfig, vae: WanVaeConfig) -> Request:

@@ -1,8 +1,9 @@
 """The Wan family's pipeline: encode the prompt, denoise latents, decode frames."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from safelight.sampling.guidance import branches, guide
 from safelight.sampling.noise import draw_noise
 from safelight.text import Tokenizer, clean_prompt
 from safelight.weights.loading import load_module
+
+if TYPE_CHECKING:
+    from safelight.distributed.mesh import Mesh
 
 BATCH_TOKENS = 8192  # outputs share a batch while their tokens, over both branches, stay below this
 
@@ -45,6 +49,7 @@ class WanPipeline:
         transformer: WanTransformer,
         vae: WanVaeDecoder,
         device: torch.device,
+        mesh: "Mesh | None" = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.tokenizer = tokenizer
@@ -52,11 +57,14 @@ class WanPipeline:
         self.transformer = transformer
         self.vae = vae
         self.device = device
+        self.mesh = mesh
         self.modules: Mapping[str, nn.Module] = {"text_encoder": text_encoder, "transformer": transformer, "vae": vae}
 
     @classmethod
-    def load(cls, checkpoint: WanCheckpoint, dtype: str, device: str, report: Report) -> Self:
-        """Build on the meta device, then load each component."""
+    def load(
+        cls, checkpoint: WanCheckpoint, dtype: str, device: str, report: Report, mesh: "Mesh | None" = None
+    ) -> Self:
+        """Build on the meta device, then load each component; every rank of a mesh loads all of them."""
         tokenizer = Tokenizer.from_folder(checkpoint.folder / "tokenizer")
         if tokenizer.vocab_size > checkpoint.text_encoder.vocab_size:
             raise CheckpointError(
@@ -83,7 +91,7 @@ class WanPipeline:
         report(2, 3)
         load_module(vae, files["vae"], dtype=torch.float32, device=device, skip_prefixes=ENCODER_PREFIXES)
         report(3, 3)
-        return cls(checkpoint, tokenizer, text_encoder, transformer, vae, torch.device(device))
+        return cls(checkpoint, tokenizer, text_encoder, transformer, vae, torch.device(device), mesh)
 
     def encode(self, request: Request) -> tuple[TextStates, tuple[str, ...]]:
         """Encode the prompt and, where guidance runs a second branch, the negative one."""
@@ -112,23 +120,30 @@ class WanPipeline:
     def denoise(self, request: Request, text: TextStates, seeds: Sequence[int]) -> Iterator[StepState]:
         """Denoise one batch of outputs; the state's latents are float32 [outputs, channels, frames, height, width]."""
         assert request.num_steps is not None and request.guidance_scale is not None
-        transformer, scale = self.transformer, request.guidance_scale
+        transformer, scale, mesh = self.transformer, request.guidance_scale, self.mesh
         num_branches = branches(scale)
+        # The prompt's branch, then the negative one's: both here, or one on each half of the ranks.
+        is_split = mesh is not None and mesh.grid.cfg == 2
+        own = [mesh.branches.rank] if mesh is not None and is_split else list(range(num_branches))
         solver = solver_from_config(self.checkpoint.scheduler, request.num_steps)
         noise = draw_noise(seeds, self._latent_shape(request)).to(self.device)
         grid = transformer.grid(noise)
-        rotary = transformer.rotary(grid)
+        rotary, shards = transformer.rotary(grid), None
+        if mesh is not None:
+            rotary, shards = mesh.own(rotary, dim=0), mesh.shards(math.prod(grid))
         modulations = transformer.modulations(solver.timesteps.to(self.device))
-        rows = torch.arange(num_branches).repeat_interleave(len(seeds))
+        rows = torch.tensor(own).repeat_interleave(len(seeds))
         num_tokens = [text.num_tokens[row] for row in rows.tolist()]
         context = transformer.text_context(text.states[rows.to(self.device)], num_tokens, TEXT_LENGTH)
 
         def velocity(latents: Tensor, step: int) -> Tensor:
-            rows = latents.repeat(num_branches, 1, 1, 1, 1) if num_branches > 1 else latents
-            layout = Layout(grid=grid, step=step)
-            predicted: Tensor = transformer(rows, modulations[step], context, rotary, layout).float()
+            rows = latents.repeat(len(own), 1, 1, 1, 1) if len(own) > 1 else latents
+            layout = Layout(grid=grid, step=step, shards=shards)
+            predicted: Tensor = transformer(rows, modulations[step], context, rotary, layout, mesh).float()
             if num_branches == 1:
                 return predicted
+            if mesh is not None and is_split:
+                predicted = mesh.branches.gather(predicted, [len(seeds)] * 2, dim=0)
             conditional, unconditional = predicted.chunk(2)
             return guide(conditional, unconditional, scale)
 

@@ -1,0 +1,137 @@
+"""The engine over several ranks: the same latents and file on every grid, and ranks that agree before they start."""
+
+import math
+
+import pytest
+import torch
+
+from safelight import Engine
+from safelight.errors import RequestError
+from safelight.media import save_result
+from tests.parallel.gloo import mesh, on_processes
+
+# 3 latent frames of 5 x 3 tokens: neither 2 ranks nor 4 share them evenly.
+REQUEST = {"width": 80, "height": 48, "num_frames": 9, "num_steps": 3, "seed": 11, "num_outputs": 2}
+PROMPT = "a red circle moving right"
+# Ulysses, ring and guidance branches.
+GRIDS = {
+    "1 rank": (1, 1, 1),
+    "ulysses 2": (2, 1, 1),
+    "ring 2": (1, 2, 1),
+    "cfg 2": (1, 1, 2),
+    "ulysses 2 x ring 2": (2, 2, 1),
+    "ring 4": (1, 4, 1),
+    "ulysses 2 x cfg 2": (2, 1, 2),
+    "ring 2 x cfg 2": (1, 2, 2),
+}
+
+
+def generated(rank, grid, folder, **options):
+    """The latents, the frames, the files and the plan on a rank."""
+    here = None if grid == (1, 1, 1) else mesh(*grid)
+    engine = Engine.from_pretrained(device="cpu", mesh=here, **options)
+    result = engine.generate(PROMPT, **REQUEST)
+    pipeline, request = engine._pipeline, result.request
+    text, _ = pipeline.encode(request)
+    *_, state = pipeline.denoise(request, text, [request.seed, request.seed + 1])
+    if result.outputs:
+        result = save_result(result, folder / f"{'-'.join(map(str, grid))}.mp4")
+    return {
+        "latents": state.latents,
+        "frames": [torch.from_numpy(output.pixels) for output in result.outputs],
+        "files": [output.path.name for output in result.outputs],
+        "checks": [str(check) for check in result.attention_checks],
+        "plan": result.to_json()["plan"],
+    }
+
+
+def all_generated(rank, grids, folder):
+    """What this rank gets on each of the grids of its size, and once more with checked kernels on the last of them."""
+    found = {name: generated(rank, grid, folder) for name, grid in grids.items()}
+    checked = folder / "checked"
+    checked.mkdir(exist_ok=True)
+    return {**found, "checked": generated(rank, [*grids.values()][-1], checked, check_attention="always")}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What every rank gets, by the grid's name, with the folder that its files went to."""
+    found = {}
+    for size in (1, 2, 4):
+        grids = {name: grid for name, grid in GRIDS.items() if math.prod(grid) == size}
+        folder = tmp_path_factory.mktemp(f"ranks{size}")
+        files = folder / "files"
+        files.mkdir()
+        of_ranks = on_processes(size, all_generated, folder, grids, files)
+        found |= {name: ([one[name] for one in of_ranks], files) for name in of_ranks[0]}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in GRIDS if name != "1 rank"])
+def test_the_grid_does_not_change_the_picture(name, ranks) -> None:
+    (alone,), _ = ranks["1 rank"]
+    everywhere, files = ranks[name]
+    size = alone["latents"].abs().amax()
+    for found in everywhere:
+        assert (found["latents"] - alone["latents"]).abs().amax() < 1e-4 * size
+    assert all(torch.equal(found["latents"], everywhere[0]["latents"]) for found in everywhere), "all have all latents"
+    first, *others = everywhere
+    for frames, same in zip(first["frames"], alone["frames"], strict=True):
+        assert (frames.int() - same.int()).abs().amax() <= 1  # a rounding to the next of 256
+    written = sorted(files.glob(f"{'-'.join(map(str, GRIDS[name]))}*"))
+    assert [path.name for path in written] == sorted(first["files"]) and len(written) == REQUEST["num_outputs"]
+    assert all(found["frames"] == [] for found in others), "the first rank alone decodes"
+    ulysses, ring, cfg = GRIDS[name]
+    assert all(found["plan"]["grid"] == {"ulysses": ulysses, "ring": ring, "cfg": cfg} for found in everywhere)
+
+
+@pytest.mark.slow
+def test_kernels_on_a_grid_are_held_to_the_reference_too(ranks) -> None:
+    everywhere, _ = ranks["checked"]
+    for found in everywhere:
+        assert {check.partition(":")[0] for check in found["checks"]} >= {"transformer.self", "transformer.cross"}
+
+
+def disagreements(rank):
+    """What each rank is told where it was given something of its own."""
+    found = {}
+    here = mesh(2, 1)
+
+    def told(name, function):
+        try:
+            function()
+            found[name] = None
+        except RequestError as error:
+            found[name] = error.message
+
+    engine = Engine.from_pretrained(device="cpu", mesh=here)
+    small = {"width": 64, "height": 64, "num_frames": 1, "num_steps": 1}
+    told("prompt", lambda: engine.generate(["a red circle", "a blue circle"][rank], **small))
+    told("seed", lambda: engine.generate("a red circle", seed=rank, **small))
+    told("steps", lambda: engine.generate("a red circle", **{**small, "num_steps": 1 + rank}))
+    told("plan", lambda: engine.generate("a red circle", attention={"": ["sdpa", "auto"][rank]}, **small))
+    told("dtype", lambda: Engine.from_pretrained(device="cpu", dtype=["float32", "bfloat16"][rank], mesh=here))
+    told("guidance", lambda: Engine.from_pretrained(device="cpu", mesh=mesh(1, 1, 2)).generate("a", guidance_scale=1))
+    told("world", lambda: mesh(2, 2))
+    seeds = [
+        engine.generate("a red circle", **small).request.seed,
+        engine.generate("a red circle", seed=None if rank else 5, **small).request.seed,
+    ]
+    return found, seeds
+
+
+@pytest.mark.slow
+def test_ranks_agree_before_they_start(tmp_path) -> None:
+    (first, seeds), (second, other_seeds) = on_processes(2, disagreements, tmp_path)
+    assert first == second, "every rank is told the same"
+    assert first["prompt"].startswith(
+        "the ranks don't agree: prompt is 'a blue circle' on rank 1 and 'a red circle' on rank 0;"
+    )
+    assert "seed is 1 on rank 1 and 0 on rank 0" in first["seed"]
+    assert "num_steps is 2 on rank 1 and 1 on rank 0" in first["steps"]
+    assert "attention is" in first["plan"]
+    assert "dtype is 'bfloat16' on rank 1 and 'float32' on rank 0" in first["dtype"]
+    assert "cfg_parallel 2 needs two guidance branches; a guidance scale of 1 has one" in first["guidance"]
+    assert "a grid of 4 ranks (cfg_parallel x ulysses x ring), 2 were started" in first["world"]
+    assert seeds == other_seeds and seeds[1] == 5, "what has no seed takes the first rank's"
