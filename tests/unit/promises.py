@@ -27,7 +27,8 @@ Backends = Mapping[str, AttentionBackend]
 
 def has_capabilities(backend: AttentionBackend, need: AttentionRequirements) -> bool:
     """Rule S6's capabilities."""
-    lacks_lengths = need.role == "cross" and not need.equal_lengths and not backend.cross_lengths
+    may_differ = (need.role == "cross" or need.needs_lse) and not need.equal_lengths
+    lacks_lengths = may_differ and not backend.cross_lengths
     return (
         need.dtype in backend.dtypes
         and (backend.head_dims is None or backend.head_dims(need.head_dim))
