@@ -26,7 +26,9 @@ RUNS = [
 def test_a_kernel_equals_the_reference_in_what_it_promises_and_is_refused_otherwise(subject, case) -> None:
     backend = BACKENDS[subject.backend]
     if refusals(subject, case):
-        asked = BackendPreference(backend.name, "a test", explicit=True)
+        # For this very layer: what is asked for in general may fall back in cross-attention.
+        names = f"{case.requirements.component}.{case.requirements.role}"
+        asked = BackendPreference(backend.name, "a test", explicit=True, names=names)
         with pytest.raises(CapabilityError):
             select_backend(case.requirements, facts(subject), asked, backends=BACKENDS)
         return

@@ -78,6 +78,8 @@ FAULTS = (
     Fault("varlen offsets off by one", "aiter", "cu_seqlens_k=layout.offsets if", "cu_seqlens_k=layout.offsets - 1 if"),
     Fault("padded LSE kept", "xformers", "[:, :, :queries].float()", ".float()"),
     Fault("K modified in place", "sage", "k.clone() if works_in_place else k", "k", release="1.0.6"),
+    Fault("padded keys left in", "laser", "-k.shape[1] % BLOCK or NO_PADDING", "NO_PADDING"),
+    Fault("padded head_dim changing the scale", "laser", "head_dim**-0.5", "HEAD_DIM**-0.5"),
     Fault("K modified in place", "sage3", ".clone(memory_format=torch.contiguous_format)", ".contiguous()"),
     Fault("descales dropped", "aiter_fp8", "(k_size / largest).reshape(1)", "(k_size / k_size).reshape(1)"),
     Fault("output scale dropped", "aiter_fp8", " * (v_size / largest)", ""),
