@@ -84,7 +84,10 @@ def test_the_environment_is_nearer_than_the_file():
     [
         (
             "modle = 'x'",
-            "there is no key 'modle'; the keys are model, device, dtype, attention, check_attention (did you mean",
+            (
+                "there is no key 'modle'; the keys are model, device, dtype, attention, check_attention "
+                "(did you mean model?)"
+            ),
         ),
         (
             "[transformer]",

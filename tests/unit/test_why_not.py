@@ -42,7 +42,7 @@ LIMITED = backend(
         ({"mask": "dense"}, "no mask dense (takes no mask at all)"),
         ({"mask": "bias"}, "no mask bias (takes no mask at all)"),
         ({"packed_varlen": True}, "no packed varlen"),
-        ({"needs_lse": True}, "no LSE"),
+        ({"needs_lse": True, "equal_lengths": True}, "no LSE"),
         ({"scale": 1.0}, "no scale 1.0 (takes head_dim ** -0.5)"),
         ({"role": "cross"}, "no unequal lengths of queries and keys"),
     ],
@@ -50,6 +50,11 @@ LIMITED = backend(
 def test_a_missing_capability_is_a_reason(changes, detail) -> None:
     reasons = why_not("limited", SELF.replace(**changes), H100, {"limited": LIMITED})
     assert reasons == (Reason("capability", detail),)
+
+
+def test_blocks_that_are_merged_differ_in_length_unless_all_are_equal() -> None:
+    reasons = why_not("limited", SELF.replace(needs_lse=True), H100, {"limited": LIMITED})
+    assert [reason.detail for reason in reasons] == ["no LSE", "no unequal lengths of queries and keys"]
 
 
 def test_the_masks_there_are_stand_beside_the_missing_one() -> None:
