@@ -24,10 +24,17 @@ def load(requirements: AttentionRequirements) -> AttentionFn:
 
     # Without a whole graph, or after too many forms, torch would quietly call the function uncompiled, which holds all
     # scores in memory; like this it raises.
-    options: dict[str, Any] = {"dynamic": True, "fullgraph": True}
+    options: dict[str, Any] = {"fullgraph": True}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = MOST_FORMS
-    attend = torch.compile(torch_flex.flex_attention, **options)
+    for_any_size = torch.compile(torch_flex.flex_attention, dynamic=True, **options)
+    # For CPUs torch writes the block's sizes over the names of others in its C++ that begin alike (ks1, ks15), and what
+    # comes of it doesn't compile, or does and is wrong. Code for fixed sizes names none.
+    for_one_size = torch.compile(torch_flex.flex_attention, dynamic=False, **options)
+
+    def attend(q: "Tensor", *args: Any, **kwargs: Any) -> Any:
+        return (for_one_size if q.device.type == "cpu" else for_any_size)(q, *args, **kwargs)
+
     lse_options: dict[str, Any] = {}
     if requirements.needs_lse:
         has_aux = "return_aux" in inspect.signature(torch_flex.flex_attention).parameters
