@@ -8,9 +8,12 @@
 | `SAFELIGHT_ATTENTION` | `attention` | backends: `sdpa`, or `transformer.self=flash3,vae=sdpa`; in the file a table |
 | `SAFELIGHT_CHECK_ATTENTION` | `check_attention` | `off`, `first` or `always`: hold kernels to the reference |
 | `SAFELIGHT_CONFIG` | | the config file, if it isn't ~/.config/safelight/config.toml |
+
+A launcher's variables are read here too: who this process is among the ranks of a parallel run.
 """
 
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +42,9 @@ TEXTS = ("model", "device", "dtype", "check_attention")
 # In a table of the config file: everything that the table doesn't name.
 REST = "default"
 UNATTRIBUTED = "settings that don't say who set them"
+# What torch's launcher tells each process that it starts, and what `generate` tells the ranks that it starts itself.
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLE = "SAFELIGHT_RANK"
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,40 @@ class Settings:
             dtype=near.dtype or far.dtype,
             check_attention=near.check_attention or far.check_attention,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """This process's place among the ranks that a launcher started.
+
+    `local_rank` counts on this machine alone. Ranks that `generate` started find each other through the file `meeting`
+    and have a socket to it, the descriptor `channel`; both are None under torchrun, which has its own ways.
+    """
+
+    rank: int
+    local_rank: int
+    num_ranks: int
+    meeting: str | None = None
+    channel: int | None = None
+
+    @classmethod
+    def from_environment(cls) -> Self | None:
+        """The place of this process, None if it was started alone. Raises RequestError where it isn't one."""
+        if RANK_VARIABLE in os.environ:
+            return cls(**json.loads(os.environ[RANK_VARIABLE]))
+        if any(name not in os.environ for name in LAUNCHER_VARIABLES):
+            return None
+        texts = {name: os.environ[name] for name in LAUNCHER_VARIABLES[:3]}
+        wrong = [f"`{name}` is {text!r}" for name, text in texts.items() if not text.isdecimal() or not text.isascii()]
+        if wrong:
+            raise RequestError(f"{'; '.join(wrong)}; a launcher sets whole numbers, start ranks with torchrun")
+        rank, local_rank, num_ranks = map(int, texts.values())
+        return cls(rank=rank, local_rank=local_rank, num_ranks=num_ranks)
+
+    def environment(self, num_threads: int) -> dict[str, str]:
+        """This process's environment with another's place in it, and how many threads it computes with if unset."""
+        place = json.dumps(dataclasses.asdict(self))
+        return {"OMP_NUM_THREADS": str(num_threads), **os.environ, RANK_VARIABLE: place}
 
 
 def as_settings(values: object) -> Settings:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from safelight.attention.backend import AttentionBackend
-from safelight.attention.grid import Grid, check_grid
+from safelight.attention.grid import Grid
 from safelight.attention.lock import check_lock
 from safelight.attention.machine import this_machine
 from safelight.attention.plan import AttentionPlan, build_plan
@@ -21,6 +21,7 @@ from safelight.planning import (
     DEMO_NAME,
     Sources,
     check_model,
+    check_parallel,
     chosen_check,
     chosen_device,
     chosen_dtype,
@@ -30,7 +31,6 @@ from safelight.planning import (
 from safelight.platforms import load_machine, probe_machine, torch_device
 from safelight.platforms.facts import MachineFacts
 from safelight.request import Output, Progress, Request, Result, draw_seed, parse_fps
-from safelight.sampling.guidance import branches
 
 if TYPE_CHECKING:
     import numpy as np
@@ -159,14 +159,7 @@ class Engine:
         resolved = self._checkpoint.resolve(request)
         if resolved.seed is None:
             resolved = resolved.replace(seed=draw_seed())
-        if isinstance(self._checkpoint, ParallelCheckpoint):
-            needs = [group.requirements for group in self._checkpoint.layer_groups(self.dtype)]
-            check_grid(self._grid, needs, self._checkpoint.num_tokens(resolved))
-        if self._grid.cfg > 1 and resolved.guidance_scale is not None and branches(resolved.guidance_scale) == 1:
-            raise RequestError(
-                f"cfg_parallel {self._grid.cfg} needs two guidance branches; a guidance scale of "
-                f"{resolved.guidance_scale:g} has one: ask for more than 1, or for cfg_parallel 1"
-            )
+        check_parallel(self._checkpoint, self._grid, resolved)
         self.plan(resolved)
         return resolved
 

@@ -13,6 +13,7 @@
     │   ├── KernelError               an attention kernel raised while running; names component, layer and step
     │   ├── KernelMismatchError       an attention kernel's result isn't the reference's (`--check-attention`)
     │   ├── RankError                 another rank of a parallel run has ended, or doesn't answer
+    │   ├── RankEndedError            a rank of a parallel run died without a word, or hangs
     │   └── WriteError                the file couldn't be written (disk full, device gone)
     └── Cancelled                     the request's cancel token was set: exit status 130
 
@@ -87,6 +88,18 @@ class KernelMismatchError(GenerationError):
 
 class RankError(GenerationError):
     """Another rank of a parallel run has ended or doesn't answer. That rank's own error says why."""
+
+
+class RankEndedError(GenerationError):
+    """A rank of a parallel run died without a word, or hangs. `details["status"]` is its exit status, if it has one.
+
+    The run's exit status is that of the rank, for a signal 128 more than its number, as a shell has it.
+    """
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message, **details)
+        status: int | None = details.get("status")
+        self.exit_status = 1 if not status else status if status > 0 else 128 - status
 
 
 class WriteError(GenerationError):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safelight.attention.backend import AttentionBackend
+from safelight.attention.grid import Grid, check_grid
 from safelight.attention.plan import AttentionPlan, LayerGroup, build_plan
 from safelight.attention.ranking import Ranking, Shape
 from safelight.attention.scope import forced_choices
@@ -14,10 +15,11 @@ from safelight.attention.select import BackendPreference
 from safelight.catalog import declarations
 from safelight.config import CHECKS, DTYPES, AttentionChoice, Settings, attention_choices
 from safelight.errors import CheckpointError, RequestError
-from safelight.pipelines import Checkpoint, Family
+from safelight.pipelines import Checkpoint, Family, ParallelCheckpoint
 from safelight.platforms import platform_named
 from safelight.platforms.facts import MachineFacts
 from safelight.request import Request
+from safelight.sampling.guidance import branches
 from safelight.weights.hub import resolve_model
 from safelight.weights.model_index import ModelIndex, read_model_index
 from safelight.weights.reading import read_json
@@ -145,6 +147,26 @@ def chosen_check(check: str | None, settings: Settings) -> str:
     if check not in CHECKS:
         raise RequestError(f"check_attention is {check!r}; it must be one of {', '.join(CHECKS)}")
     return check
+
+
+def check_parallel(checkpoint: Checkpoint, grid: Grid, request: Request) -> None:
+    """Raise RequestError where a resolved request can't be shared like this, with the grids that would work."""
+    if grid.num_ranks == 1:
+        return
+    if not isinstance(checkpoint, ParallelCheckpoint):
+        raise RequestError(f"{checkpoint.folder} is of a family that doesn't run on several ranks")
+    needs = [group.requirements for group in checkpoint.layer_groups("float32")]  # heads are the same in any dtype
+    check_grid(grid, needs, checkpoint.num_tokens(request))
+    check_branches(grid, request.guidance_scale)
+
+
+def check_branches(grid: Grid, guidance_scale: float | None) -> None:
+    """Raise RequestError where guidance has fewer branches than the grid splits."""
+    if grid.cfg > 1 and guidance_scale is not None and branches(guidance_scale) == 1:
+        raise RequestError(
+            f"cfg_parallel {grid.cfg} needs two guidance branches; a guidance scale of {guidance_scale:g} has one: "
+            "ask for more than 1, or for cfg_parallel 1"
+        )
 
 
 def plan_model(

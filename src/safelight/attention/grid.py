@@ -33,7 +33,7 @@ class Grid:
             if not fits
         ]
         if problems:
-            raise RequestError("; ".join(problems))
+            raise RequestError("; ".join(problems), problems=problems)
 
     @property
     def num_shards(self) -> int:

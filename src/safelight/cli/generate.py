@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safelight.cli import choices, values
+from safelight.cli import choices, parallel, values
 from safelight.cli.console import Console
 from safelight.cli.options import Argument, Command, CommandLine, Option, wrong_command_line
-from safelight.cli.progress import duration, progress_on
+from safelight.cli.progress import duration
 from safelight.errors import CheckpointError, OutputError, RequestError
 from safelight.request import Progress, Request, draw_seed
 
 if TYPE_CHECKING:
+    from safelight.attention.grid import Grid
     from safelight.attention.plan import AttentionPlan
     from safelight.engine import Engine
     from safelight.pipelines import Checkpoint
@@ -68,24 +69,38 @@ def run(
     given = line.values
     attention = choices.attention_of(given["attention"], line.problems)
     settings = choices.settings_from_environment(line.problems)
+    grid = parallel.grid_of(given, line.problems)
+    launch = parallel.launch_of(given, grid, settings, line.problems)
     model: str | None = given["model"] or (settings.model.value if settings.model else None)
     request = _request(given, line.problems, console)
     sources = preference_sources(argument=attention, argument_source=choices.FLAG, settings=settings)
     plan_lock = _plan_lock(given["plan"], line.problems)
-    request = _checked(request, given, model, sources, line.problems, checkpoint_factory)
+    rank = parallel.Rank(launch, console)
+    with rank.telling():
+        request = _checked(request, given, model, sources, grid, line.problems, checkpoint_factory)
+    if grid.num_ranks > 1 and launch is None:
+        assert request.seed is not None
+        parallel.start_ranks(line, grid, console, seed=request.seed, prompt=request.prompt)
+        return
 
-    with progress_on(console.err) as progress:
+    device = given["device"] or (settings.device.value if grid.num_ranks > 1 and settings.device else None)
+    with (
+        rank.telling(),
+        rank.progress() as progress,
+        rank.mesh(grid, device, given["rank_timeout"]) as (mesh, device),
+    ):
         progress(Progress(stage="load", step=0, num_steps=1, elapsed_s=0.0))
         engine = engine_factory(
             model,
             attention=attention or None,
             attention_source=choices.FLAG,
-            device=given["device"],
+            device=device,
             dtype=given["dtype"],
             check_attention=given["check_attention"],
             settings=settings,
             plan_lock=plan_lock,
             report=progress,
+            **({} if mesh is None else {"mesh": mesh}),
         )
         progress.say(f"{engine.model} on {engine.machine.platform} ({engine.machine.arch}), {engine.dtype}")
         for text in engine.plan(request).lines():
@@ -94,6 +109,8 @@ def run(
             for text in changed_facts(plan_lock.machine, engine.machine):
                 progress.say(f"the same kernels as locked, but {text}")
         result = engine.generate(request, report=progress)
+        if not rank.is_first:
+            return
         for check in result.attention_checks:
             progress.say(f"checked {check}")
         progress(Progress(stage="write", step=0, num_steps=1, elapsed_s=time.perf_counter() - started_s))
@@ -170,6 +187,7 @@ def _checked(
     given: Mapping[str, Any],
     model: str | None,
     sources: "Sources",
+    grid: "Grid",
     problems: list[str],
     checkpoint_factory: "Callable[[str | None], Checkpoint]",
 ) -> Request:
@@ -177,6 +195,7 @@ def _checked(
     from safelight.attention.plan import check_names
     from safelight.media import check_dimensions
     from safelight.naming import plan_paths
+    from safelight.planning import check_parallel
 
     errors: list[RequestError] = []
     is_here = model is None or os.path.exists(os.path.expanduser(model))
@@ -186,6 +205,7 @@ def _checked(
             check_names(checkpoint.layer_groups("float32"), sources)
             if request is not None:
                 request = checkpoint.resolve(request)
+                check_parallel(checkpoint, grid, request)
         except CheckpointError as error:
             errors.append(error)
         except RequestError as error:
@@ -318,6 +338,10 @@ COMMAND = Command(
         ),
         choices.DEVICE,
         choices.DTYPE,
+        parallel.ULYSSES,
+        parallel.RING,
+        parallel.CFG_PARALLEL,
+        parallel.RANK_TIMEOUT,
         Option(flag="--json", help="print the result, or the error, as JSON"),
     ),
     notes="What isn't given is the model's default. The settings are kept in the file: `safelight explain FILE`.",

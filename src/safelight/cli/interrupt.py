@@ -33,11 +33,12 @@ class Interrupts:
     expected to end; nothing is restored then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, says_why: bool = True) -> None:
         self.signum: int | None = None
         self._signals = tuple(signum for signum in _REASONS if signal.getsignal(signum) is not signal.SIG_IGN)
         self._callbacks: list[Callable[[], None]] = []
-        self._has_announced = False
+        # One of several that are stopped together leaves it to another.
+        self._has_announced = not says_why
 
     def notify(self, callback: Callable[[], None]) -> None:
         """Have `callback` called when a signal comes."""

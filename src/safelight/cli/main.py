@@ -19,16 +19,17 @@ Exit status: 0 done, 2 the request or the command line is wrong, 1 anything else
 """
 
 
-def main(argv: list[str] | None = None, *, commands: "Sequence[Command] | None" = None) -> int:
+def main(argv: list[str] | None = None, *, commands: "Sequence[Command] | None" = None, says_why: bool = True) -> int:
     """Run the program and return its exit status.
 
     `argv` are the arguments after the program's name. None takes the process's own, and then the process is the
     program's own too: what is printed after the result still can't reach standard output. `commands` defaults to all.
+    Without `says_why`, a signal that stops the program isn't named on standard error.
     """
     if argv is None:
         _fill_closed_streams()
     status = 1
-    with Interrupts() as interrupts:
+    with Interrupts(says_why=says_why) as interrupts:
         status = _run(argv, commands, interrupts)
     if interrupts.signum is not None:
         interrupts.announce()

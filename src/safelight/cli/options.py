@@ -50,10 +50,14 @@ class Argument:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """A command line that was read: a value for every option, None or () where it wasn't given, and what is wrong."""
+    """A command line that was read: a value for every option, None or () where it wasn't given, and what is wrong.
+
+    `arguments` is the command line as it was given, with the command's name.
+    """
 
     values: dict[str, Any]
     problems: list[str]
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,7 @@ class Command:
             if argument is None and self.argument.is_required and not problems:
                 example = f"safelight {self.name} {self.argument.example}"
                 problems.append(f"{self.argument.metavar} is missing; for example: {example}")
-        return CommandLine(values=values, problems=problems)
+        return CommandLine(values=values, problems=problems, arguments=(self.name, *arguments))
 
     def _parser(self) -> argparse.ArgumentParser:
         word = "" if self.argument is None else self.argument.metavar

@@ -27,7 +27,7 @@ class GroupLink:
     def exchange(self, send: Tensor, send_lengths: Sequence[int], receive_lengths: Sequence[int]) -> Tensor:
         """All to all: parts of `send` along its first dimension for each rank; gives what came from each, joined."""
         receive = send.new_empty((sum(receive_lengths), *send.shape[1:]))
-        with _watched():
+        with watched():
             dist.all_to_all_single(
                 receive, send.contiguous(), list(receive_lengths), list(send_lengths), group=self._group
             )
@@ -39,13 +39,13 @@ class GroupLink:
         Neither tensor may be touched in between; both are contiguous.
         """
         to, source = self._ranks[(self.rank + 1) % self.size], self._ranks[(self.rank - 1) % self.size]
-        with _watched():
+        with watched():
             works = dist.batch_isend_irecv(
                 [dist.P2POp(dist.isend, send, to, self._group), dist.P2POp(dist.irecv, receive, source, self._group)]
             )
 
         def wait() -> None:
-            with _watched():
+            with watched():
                 for work in works:
                     work.wait()
 
@@ -57,20 +57,20 @@ class GroupLink:
         longest = max(lengths)
         padded = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, longest - x.shape[dim])).contiguous()
         parts = [torch.empty_like(padded) for _ in lengths]
-        with _watched():
+        with watched():
             dist.all_gather(parts, padded, group=self._group)
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts, lengths, strict=True)], dim=dim)
 
     def gather_values(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of the ranks; plain data."""
         values: list[Any] = [None] * self.size
-        with _watched():
+        with watched():
             dist.all_gather_object(values, value, group=self._group)
         return values
 
 
 @contextmanager
-def _watched() -> Iterator[None]:
+def watched() -> Iterator[None]:
     """Gloo and NCCL tell of a lost peer by RuntimeErrors of many texts; nothing else fails in a call that is right."""
     try:
         yield

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from safelight.attention.grid import Grid, shard_lengths
-from safelight.distributed.links import GroupLink
+from safelight.config import Launch
+from safelight.distributed.links import GroupLink, watched
 from safelight.errors import RequestError
+from safelight.platforms import platform_named, probe_machine
 
 # A rank that waits longer than this for another takes it for lost. One that dies is noticed at once.
 TIMEOUT_S = 300.0
@@ -78,16 +81,43 @@ class Mesh:
 
 
 @contextmanager
-def joined_mesh(grid: Grid, *, collectives: str = "gloo", timeout_s: float = TIMEOUT_S) -> Iterator[Mesh]:
-    """The mesh of the ranks that torch's launcher started with this one; they part at the end.
+def joined_mesh(
+    grid: Grid, launch: Launch, *, collectives: str = "gloo", timeout_s: float = TIMEOUT_S
+) -> Iterator[Mesh]:
+    """The mesh of the ranks that a launcher started with this one; they part at the end.
 
-    `collectives` is what torch calls the library, "gloo" or "cpu:gloo,cuda:nccl".
+    `collectives` is what torch calls the library, "gloo" or "cpu:gloo,cuda:nccl". Raises RankError where not all ranks
+    come within `timeout_s`.
     """
-    dist.init_process_group(collectives, timeout=timedelta(seconds=timeout_s))
+    how = None if launch.meeting is None else f"file://{launch.meeting}"
+    with watched():
+        dist.init_process_group(
+            collectives,
+            init_method=how,
+            rank=launch.rank,
+            world_size=launch.num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
     try:
         yield Mesh.over_all_ranks(grid, timeout_s=timeout_s)
     finally:
         dist.destroy_process_group()
+
+
+def rank_device(asked: str | None, local_rank: int) -> tuple[str, str]:
+    """The device of a rank on this machine, as `probe_machine` takes it, and what ranks on such exchange with.
+
+    `asked` is a platform's name, None the best there is. Each rank has the device of its own number, but ranks on a
+    CPU share it. Raises RequestError where the platform isn't here, or has no device of this number.
+    """
+    facts = probe_machine(asked)
+    platform = platform_named(facts.platform)
+    if platform.torch_device == "cpu":
+        return facts.platform, platform.collectives
+    device = f"{facts.platform}:{local_rank}"
+    probe_machine(device)
+    torch.accelerator.set_device_index(local_rank)
+    return device, platform.collectives
 
 
 def _link(groups: list[list[int]], timeout_s: float) -> GroupLink:

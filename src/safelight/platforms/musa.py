@@ -71,4 +71,5 @@ PLATFORM = Platform(
     automatic_order=automatic_order,
     default_dtype=default_dtype,
     probe=probe,
+    collectives="cpu:gloo,musa:mccl",
 )

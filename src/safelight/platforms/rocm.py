@@ -62,4 +62,6 @@ PLATFORM = Platform(
     automatic_order=automatic_order,
     default_dtype=default_dtype,
     probe=probe,
+    # RCCL under torch's name for it.
+    collectives="cpu:gloo,cuda:nccl",
 )

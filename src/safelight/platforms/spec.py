@@ -25,7 +25,8 @@ class Platform:
     a machine of this platform, and `default_dtype` a torch dtype's name; both are pure. `probe` is given the torch
     module and never raises: None means that this torch isn't built for the platform, facts without devices that it is
     but no device can be used, with the causes in `notes`. `preference` may name a backend that the platform would
-    rather have than its order says: an implicit preference, which falls back wherever it doesn't fit.
+    rather have than its order says: an implicit preference, which falls back wherever it doesn't fit. `collectives` is
+    what ranks on it exchange with, as torch calls it: a library, or one for each kind of device.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Platform:
     default_dtype: Callable[[MachineFacts], str]
     probe: Callable[[Any], MachineFacts | None]
     preference: Callable[[MachineFacts], str | None] = _nothing_preferred
+    collectives: str = "gloo"
 
 
 def look(module: Any, path: str) -> Any:
