@@ -1,0 +1,34 @@
+"""On the path of a rank, plants the fault that the environment's FAULT names: "RANK STAGE STEP WHAT"."""
+
+import json
+import os
+import signal
+import time
+
+if "FAULT" in os.environ and "SAFELIGHT_RANK" in os.environ:
+    rank, stage, step, what = os.environ["FAULT"].split()
+
+    def happen():
+        if what == "raise":
+            from safelight.errors import GenerationError
+
+            raise GenerationError("planted")
+        if what == "bug":
+            raise LookupError("planted")
+        if what == "exit":
+            os._exit(7)
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    if json.loads(os.environ["SAFELIGHT_RANK"])["rank"] == int(rank):
+        import safelight.engine
+
+        tell = safelight.engine._tell
+
+        def told(report, at, done, num_steps, started_s):
+            tell(report, at, done, num_steps, started_s)
+            if at == stage and done == int(step):
+                happen()
+
+        safelight.engine._tell = told
