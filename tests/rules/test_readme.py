@@ -22,7 +22,7 @@ PYTHON = [block for block in BLOCKS if block.language == "python"]
 # Getting the repository is where CI starts from.
 BEFORE_CI = ("git clone", "cd")
 SCRIPTS = ("scripts/setup", "scripts/demo", "scripts/check", "scripts/test")
-PROGRAMS = (".venv/bin/safelight", "safelight")
+PROGRAMS = (".venv/bin/safelight", "safelight", ".venv/bin/torchrun")
 # Not code: what a program prints, or data.
 SHOWN = ("text", "json", "toml")
 

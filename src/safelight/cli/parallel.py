@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from safelight.attention.grid import FORMULA, Grid
 from safelight.cli import values
 from safelight.cli.console import Console
 from safelight.cli.options import CommandLine, Option
@@ -15,6 +14,7 @@ from safelight.errors import RankError, RequestError, SafelightError
 from safelight.request import Progress
 
 if TYPE_CHECKING:
+    from safelight.attention.grid import Grid
     from safelight.distributed.launch import Channel
     from safelight.distributed.mesh import Mesh
 
@@ -48,8 +48,10 @@ RANK_TIMEOUT = Option(
 )
 
 
-def grid_of(given: Mapping[str, Any], problems: list[str]) -> Grid:
+def grid_of(given: Mapping[str, Any], problems: list[str]) -> "Grid":
     """The grid that is asked for; one rank where it is wrong, which ends up among the problems."""
+    from safelight.attention.grid import Grid
+
     sizes = {key: 1 if given[key] is None else given[key] for key in ("ulysses", "ring", "cfg_parallel")}
     try:
         return Grid(ulysses=sizes["ulysses"], ring=sizes["ring"], cfg=sizes["cfg_parallel"])
@@ -58,8 +60,10 @@ def grid_of(given: Mapping[str, Any], problems: list[str]) -> Grid:
         return Grid()
 
 
-def launch_of(given: Mapping[str, Any], grid: Grid, settings: Settings, problems: list[str]) -> Launch | None:
+def launch_of(given: Mapping[str, Any], grid: "Grid", settings: Settings, problems: list[str]) -> Launch | None:
     """This process's place among ranks, None if it was started alone."""
+    from safelight.attention.grid import FORMULA
+
     try:
         launch = Launch.from_environment()
     except RequestError as error:
@@ -82,7 +86,7 @@ def launch_of(given: Mapping[str, Any], grid: Grid, settings: Settings, problems
     return launch if num_ranks > 1 else None
 
 
-def start_ranks(line: CommandLine, grid: Grid, console: Console, *, seed: int, prompt: str) -> None:
+def start_ranks(line: CommandLine, grid: "Grid", console: Console, *, seed: int, prompt: str) -> None:
     """Run this command line on ranks that are started here, all with the same seed. Raises what ended them."""
     from safelight.distributed.launch import run_ranks
 
@@ -129,7 +133,7 @@ class Rank:
 
     @contextlib.contextmanager
     def mesh(
-        self, grid: Grid, device: str | None, timeout_s: float | None
+        self, grid: "Grid", device: str | None, timeout_s: float | None
     ) -> "Iterator[tuple[Mesh | None, str | None]]":
         """The mesh with the other ranks, None if there are none, and the device to run on. Imports torch."""
         if self.launch is None:
