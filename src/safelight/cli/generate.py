@@ -82,6 +82,8 @@ def run(
         assert request.seed is not None
         parallel.start_ranks(line, grid, console, seed=request.seed, prompt=request.prompt)
         return
+    if not rank.is_first and given["seed"] is None:
+        request = request.replace(seed=None)  # it takes the first rank's
 
     device = given["device"] or (settings.device.value if grid.num_ranks > 1 and settings.device else None)
     with (
