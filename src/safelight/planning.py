@@ -157,11 +157,7 @@ def check_parallel(checkpoint: Checkpoint, grid: Grid, request: Request) -> None
         raise RequestError(f"{checkpoint.folder} is of a family that doesn't run on several ranks")
     needs = [group.requirements for group in checkpoint.layer_groups("float32")]  # heads are the same in any dtype
     check_grid(grid, needs, checkpoint.num_tokens(request))
-    check_branches(grid, request.guidance_scale)
-
-
-def check_branches(grid: Grid, guidance_scale: float | None) -> None:
-    """Raise RequestError where guidance has fewer branches than the grid splits."""
+    guidance_scale = request.guidance_scale
     if grid.cfg > 1 and guidance_scale is not None and branches(guidance_scale) == 1:
         raise RequestError(
             f"cfg_parallel {grid.cfg} needs two guidance branches; a guidance scale of {guidance_scale:g} has one: "

@@ -121,7 +121,10 @@ def test_torchrun_starts_them_too(alone, tmp_path) -> None:
 def test_dx_020_the_end_of_a_rank_is_the_end_of_all_with_its_own_error(fault, status, says, tmp_path) -> None:
     process = start(tmp_path, "--ulysses", "2", fault=fault)
     _, err = process.communicate(timeout=120)
+    ended_s = time.time()
     assert process.returncode == status, err
+    happened_s = next(float(line.split()[-1]) for line in err.splitlines() if line.startswith("fault at"))
+    assert ended_s - happened_s < LIMIT_S
     assert says in err
     assert err.count("safelight: error") == 1
     assert all_gone(tmp_path)

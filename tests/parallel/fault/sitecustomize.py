@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import sys
 import time
 
 if "FAULT" in os.environ and "SAFELIGHT_RANK" in os.environ:
     rank, stage, step, what = os.environ["FAULT"].split()
 
     def happen():
+        print(f"fault at {time.time()}", file=sys.stderr, flush=True)
         if what == "raise":
             from safelight.errors import GenerationError
 
