@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from safelight.attention.grid import Grid, check_grid, shard_lengths
+from safelight.attention.grid import Grid, SharedSequence, check_grid, shard_lengths
 from safelight.attention.requirements import AttentionRequirements
 from safelight.attention.volume import gather_bytes, ring_bytes, ulysses_bytes
 from safelight.errors import RequestError
@@ -117,6 +117,12 @@ class Work:
         own, cross = shapes["transformer.self"], shapes["transformer.cross"]
         latents = own.queries * config.out_channels * math.prod(config.patch_size)
         return cls(config=config, need=need, rows=own.batch, tokens=own.queries, text=cross.keys, latents=latents)
+
+    @property
+    def sequence(self) -> SharedSequence:
+        """What the ranks share."""
+        channels = self.config.out_channels * math.prod(self.config.patch_size)
+        return SharedSequence(rows=self.rows, tokens=self.tokens, channels=channels)
 
     def rows_of(self, grid: Grid) -> int:
         """The guidance branches that a rank runs."""
@@ -260,7 +266,7 @@ def once_s(work: Work, cluster: Cluster, grid: Grid) -> float:
     """Seconds once a step: gathering the output of a branch, and one float32 latent from the other branch."""
     seconds = 0.0
     if grid.num_shards > 1:
-        channels = work.config.out_channels * math.prod(work.config.patch_size)
+        channels = work.sequence.channels
         sent = gather_bytes(
             grid, batch=work.rows_of(grid), tokens=work.tokens, channels=channels, itemsize=work.itemsize
         )
@@ -289,7 +295,7 @@ def grids(work: Work, num_gpus: int) -> list[Grid]:
             if num_gpus % (cfg * ulysses) == 0:
                 grid = Grid(ulysses=ulysses, ring=num_gpus // (cfg * ulysses), cfg=cfg)
                 try:
-                    check_grid(grid, [work.need], {work.need.component: work.tokens})
+                    check_grid(grid, [work.need], {work.need.component: work.sequence})
                 except RequestError:
                     continue
                 found.append(grid)

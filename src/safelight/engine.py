@@ -25,6 +25,7 @@ from safelight.planning import (
     chosen_check,
     chosen_device,
     chosen_dtype,
+    not_parallel,
     preference_sources,
     request_sources,
 )
@@ -136,7 +137,7 @@ class Engine:
             mesh=mesh,
         )
         if mesh is not None and not isinstance(checkpoint, ParallelCheckpoint):
-            raise RequestError(f"{engine.model} is of a family that doesn't run on several ranks")
+            raise not_parallel(engine.model)
         engine.plan()
         if mesh is not None:
             engine._agree_on_model(mesh)

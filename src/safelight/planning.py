@@ -3,6 +3,7 @@
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safelight.attention.plan import AttentionPlan, LayerGroup, build_plan
 from safelight.attention.ranking import Ranking, Shape
 from safelight.attention.scope import forced_choices
 from safelight.attention.select import BackendPreference
+from safelight.attention.volume import StepVolume, step_volumes
 from safelight.catalog import declarations
 from safelight.config import CHECKS, DTYPES, AttentionChoice, Settings, attention_choices
 from safelight.errors import CheckpointError, RequestError
@@ -19,7 +21,6 @@ from safelight.pipelines import Checkpoint, Family, ParallelCheckpoint
 from safelight.platforms import platform_named
 from safelight.platforms.facts import MachineFacts
 from safelight.request import Request
-from safelight.sampling.guidance import branches
 from safelight.weights.hub import resolve_model
 from safelight.weights.model_index import ModelIndex, read_model_index
 from safelight.weights.reading import read_json
@@ -69,12 +70,12 @@ def shapes_of(model: str | Path | None, request: Request) -> Callable[[str], dic
     CheckpointError, and RequestError for what the model can't do.
     """
     family, configs, folder = _configured(model)
-    if family.lengths is None:
+    if family.resolve is None or family.lengths is None:
         raise RequestError(
             f"{DEMO_NAME if model is None else model} is of the family {family.name}, which doesn't say how many "
             "tokens its layers have; give shapes instead"
         )
-    lengths = family.lengths(configs, request, folder)
+    lengths = family.lengths(configs, family.resolve(configs, request, folder))
 
     def shapes(dtype: str) -> dict[Shape, tuple[str, ...]]:
         found: dict[Shape, tuple[str, ...]] = {}
@@ -154,15 +155,46 @@ def check_parallel(checkpoint: Checkpoint, grid: Grid, request: Request) -> None
     if grid.num_ranks == 1:
         return
     if not isinstance(checkpoint, ParallelCheckpoint):
-        raise RequestError(f"{checkpoint.folder} is of a family that doesn't run on several ranks")
+        raise not_parallel(checkpoint.folder)
     needs = [group.requirements for group in checkpoint.layer_groups("float32")]  # heads are the same in any dtype
-    check_grid(grid, needs, checkpoint.num_tokens(request))
-    guidance_scale = request.guidance_scale
-    if grid.cfg > 1 and guidance_scale is not None and branches(guidance_scale) == 1:
-        raise RequestError(
-            f"cfg_parallel {grid.cfg} needs two guidance branches; a guidance scale of {guidance_scale:g} has one: "
-            "ask for more than 1, or for cfg_parallel 1"
-        )
+    check_grid(grid, needs, checkpoint.sequences(request))
+
+
+def not_parallel(model: str | Path) -> RequestError:
+    """The error for a model of a family that runs in one process alone."""
+    return RequestError(f"{model} is of a family that doesn't run on several ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How ranks share a request: the request with the model's defaults, and what a step of each component sends."""
+
+    request: Request
+    volumes: tuple[StepVolume, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The sharing as plain data: sizes, guidance, and the volumes, which are bytes."""
+        fields = ("width", "height", "num_frames", "guidance_scale")
+        return {**{name: getattr(self.request, name) for name in fields}, "steps": [v.to_json() for v in self.volumes]}
+
+
+def sharing_of(model: str | Path | None, request: Request, grid: Grid) -> Callable[[str], Sharing]:
+    """What gives, in a dtype, how the ranks of a grid share a request. Nothing is loaded.
+
+    The model is named as for `layers_of`. Raises CheckpointError, and RequestError for what the model can't do and for
+    what can't be shared like this, as `check_parallel`.
+    """
+    family, configs, folder = _configured(model)
+    if family.resolve is None or family.sequences is None:
+        raise not_parallel(DEMO_NAME if model is None else model)
+    resolved = family.resolve(configs, request, folder)
+    sequences = family.sequences(configs, resolved)
+    check_grid(grid, [group.requirements for group in family.layer_groups(configs, "float32")], sequences)
+
+    def sharing(dtype: str) -> Sharing:
+        return Sharing(request=resolved, volumes=step_volumes(family.layer_groups(configs, dtype), grid, sequences))
+
+    return sharing
 
 
 def plan_model(
@@ -174,14 +206,17 @@ def plan_model(
     dtype: str | None = None,
     runs_here: bool = False,
     measured: Ranking | None = None,
+    grid: Grid | None = None,
 ) -> AttentionPlan:
     """The attention plan of a model on a machine, real or described, without any weight.
 
     `model` is a published model's name, a checkpoint, or None for the demo; `dtype` None is the platform's own;
-    `measured` are times of this very machine. Raises CheckpointError, RequestError and SelectionError.
+    `measured` are times of this very machine; with a `grid` the plan is that of each of its ranks. Raises
+    CheckpointError, RequestError and SelectionError.
     """
     groups = layers_of(model)(chosen_dtype(dtype, Settings(), machine))
-    return build_plan(groups, machine, request_sources({}, sources), backends, runs_here=runs_here, measured=measured)
+    sources = request_sources({}, sources)
+    return build_plan(groups, machine, sources, backends, runs_here=runs_here, measured=measured, grid=grid)
 
 
 def _configs(index: ModelIndex) -> dict[str, dict[str, Any]]:

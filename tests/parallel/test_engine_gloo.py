@@ -1,13 +1,19 @@
 """The engine over several ranks: the same latents and file on every grid, and ranks that agree before they start."""
 
+import contextlib
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from safelight import Engine
+from safelight import Engine, Request
+from safelight.attention.grid import Grid
+from safelight.attention.volume import step_volumes
+from safelight.distributed.links import GroupLink
 from safelight.errors import RequestError
 from safelight.media import save_result
+from safelight.planning import check_model
 from tests.parallel.gloo import mesh, on_processes
 
 # 3 latent frames of 5 x 3 tokens: neither 2 ranks nor 4 share them evenly.
@@ -26,6 +32,31 @@ GRIDS = {
 }
 
 
+@contextlib.contextmanager
+def counted_bytes():
+    """A list that gets the bytes of everything that a link hands to other ranks."""
+    sent = []
+    exchange, pass_on, gather = GroupLink.exchange, GroupLink.pass_on, GroupLink.gather
+
+    def counted_exchange(self, send, send_lengths, receive_lengths):
+        sent.append(send.nbytes * (sum(send_lengths) - send_lengths[self.rank]) // max(1, sum(send_lengths)))
+        return exchange(self, send, send_lengths, receive_lengths)
+
+    def counted_pass(self, send, receive):
+        sent.append(send.nbytes)
+        return pass_on(self, send, receive)
+
+    def counted_gather(self, x, lengths, dim=1):
+        sent.append((self.size - 1) * x.nbytes // x.shape[dim] * max(lengths))
+        return gather(self, x, lengths, dim)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupLink, "exchange", counted_exchange)
+        patch.setattr(GroupLink, "pass_on", counted_pass)
+        patch.setattr(GroupLink, "gather", counted_gather)
+        yield sent
+
+
 def generated(rank, grid, folder, **options):
     """The latents, the frames, the files and the plan on a rank."""
     here = None if grid == (1, 1, 1) else mesh(*grid)
@@ -33,11 +64,13 @@ def generated(rank, grid, folder, **options):
     result = engine.generate(PROMPT, **REQUEST)
     pipeline, request = engine._pipeline, result.request
     text, _ = pipeline.encode(request)
-    *_, state = pipeline.denoise(request, text, [request.seed, request.seed + 1])
+    with counted_bytes() as sent:
+        *_, state = pipeline.denoise(request, text, [request.seed, request.seed + 1])
     if result.outputs:
         result = save_result(result, folder / f"{'-'.join(map(str, grid))}.mp4")
     return {
         "latents": state.latents,
+        "sent": sum(sent),
         "frames": [torch.from_numpy(output.pixels) for output in result.outputs],
         "files": [output.path.name for output in result.outputs],
         "checks": [str(check) for check in result.attention_checks],
@@ -69,7 +102,7 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in GRIDS if name != "1 rank"])
-def test_the_grid_does_not_change_the_picture(name, ranks) -> None:
+def test_dx_094_the_grid_does_not_change_the_picture(name, ranks) -> None:
     (alone,), _ = ranks["1 rank"]
     everywhere, files = ranks[name]
     size = alone["latents"].abs().amax()
@@ -84,6 +117,19 @@ def test_the_grid_does_not_change_the_picture(name, ranks) -> None:
     assert all(found["frames"] == [] for found in others), "the first rank alone decodes"
     ulysses, ring, cfg = GRIDS[name]
     assert all(found["plan"]["grid"] == {"ulysses": ulysses, "ring": ring, "cfg": cfg} for found in everywhere)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in GRIDS if name != "1 rank"])
+def test_a_step_sends_the_bytes_that_explain_says(name, ranks) -> None:
+    everywhere, _ = ranks[name]
+    grid = Grid(**everywhere[0]["plan"]["grid"])
+    checkpoint = check_model(None)
+    sequences = checkpoint.sequences(checkpoint.resolve(Request(prompt="any", **REQUEST)))
+    # Both outputs in one batch.
+    both = {name: dataclasses.replace(one, rows=2 * one.rows) for name, one in sequences.items()}
+    (step,) = step_volumes(checkpoint.layer_groups("float32"), grid, both)
+    assert max(found["sent"] for found in everywhere) == REQUEST["num_steps"] * step.total > 0
 
 
 @pytest.mark.slow
@@ -132,6 +178,9 @@ def test_ranks_agree_before_they_start(tmp_path) -> None:
     assert "num_steps is 2 on rank 1 and 1 on rank 0" in first["steps"]
     assert "attention is" in first["plan"]
     assert "dtype is 'bfloat16' on rank 1 and 'float32' on rank 0" in first["dtype"]
-    assert "cfg_parallel 2 needs two guidance branches; a guidance scale of 1 has one" in first["guidance"]
+    assert (
+        "transformer runs one guidance branch (a guidance scale above 1 makes two), which cfg_parallel 2 doesn't split"
+        in first["guidance"]
+    )
     assert "a grid of 4 ranks (cfg_parallel x ulysses x ring), 2 were started" in first["world"]
     assert seeds == other_seeds and seeds[1] == 5, "what has no seed takes the first rank's"

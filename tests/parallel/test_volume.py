@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from safelight.attention.grid import Grid
-from safelight.attention.volume import gather_bytes, most_bytes, ring_bytes, ulysses_bytes
+from safelight.attention.grid import Grid, SharedSequence
+from safelight.attention.volume import call_volume, gather_bytes, ring_bytes, ulysses_bytes
 from safelight.distributed.mesh import Mesh
 from tests.parallel.cells import MASKS, ROLES, Cell, on_rank
 from tests.parallel.threads import links, on_ranks
@@ -24,10 +24,11 @@ def computed(cell):
     sizes = {"batch": cell.batch, "tokens": cell.tokens, "itemsize": getattr(torch, cell.dtype).itemsize}
     text = cell.text if cell.is_joint else 0
     need, grid = cell.requirements, cell.grid
+    sequence = SharedSequence(rows=cell.batch, tokens=cell.tokens, text=cell.text, channels=1)
     return (
         ulysses_bytes(need, grid, **sizes, text=text),
         ring_bytes(need, grid, **sizes),
-        most_bytes(need, grid, **sizes, text=text),
+        call_volume(need, grid, sequence).total,
     )
 
 
@@ -104,7 +105,7 @@ def test_layers_that_every_rank_runs_alike_send_nothing(change) -> None:
     need = dataclasses.replace(cell.requirements, **change)
     sizes = {"batch": 1, "tokens": 9, "itemsize": 4}
     assert ulysses_bytes(need, cell.grid, **sizes) == ring_bytes(need, cell.grid, **sizes) == (0, 0, 0, 0)
-    assert most_bytes(need, cell.grid, **sizes) == 0
+    assert call_volume(need, cell.grid, SharedSequence(rows=1, tokens=9, channels=1)).total == 0
 
 
 @pytest.mark.parametrize("tokens", [24, 29])

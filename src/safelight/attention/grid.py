@@ -75,6 +75,20 @@ class Grid:
         return cls(**data)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedSequence:
+    """What the ranks of a branch share in one pass of a component.
+
+    `tokens` are those that are sharded, in `rows`, one for each guidance branch; `text` are those that every rank has
+    besides, in joint attention. `channels` are the numbers that a token gives at the end, which are gathered.
+    """
+
+    rows: int
+    tokens: int
+    text: int = 0
+    channels: int
+
+
 def is_sharded(need: AttentionRequirements) -> bool:
     """Whether a layer's keys are spread over the ranks, so that it needs what the others hold."""
     return not (need.is_auxiliary or need.replicated_keys)
@@ -86,22 +100,24 @@ def shard_lengths(num_tokens: int, num_shards: int) -> tuple[int, ...]:
     return tuple(short + (i < num_longer) for i in range(num_shards))
 
 
-def check_grid(grid: Grid, needs: Iterable[AttentionRequirements], num_tokens: Mapping[str, int] | None = None) -> None:
+def check_grid(
+    grid: Grid, needs: Iterable[AttentionRequirements], sequences: Mapping[str, SharedSequence] | None = None
+) -> None:
     """Raise RequestError where layers can't be split like this, with the grids that would work.
 
-    `num_tokens` are the tokens of each component's sequence, where they are known.
+    `sequences` are what a request makes of the components, where that is known.
     """
     sharded = [need for need in needs if is_sharded(need)]
-    tokens = dict(num_tokens or {})
-    problems = _problems(grid, sharded, tokens)
+    shared = dict(sequences or {})
+    problems = _problems(grid, sharded, shared)
     if not problems:
         return
-    fits = [other for other in _grids_of(grid.num_ranks) if not _problems(other, sharded, tokens)]
+    fits = [other for other in _grids_of(grid.num_ranks) if not _problems(other, sharded, shared)]
     # For fewer ranks, where none of this many works: the most that do.
     for num_ranks in range(grid.num_ranks - 1, 0, -1):
         if fits:
             break
-        fits = [other for other in _grids_of(num_ranks) if not _problems(other, sharded, tokens)]
+        fits = [other for other in _grids_of(num_ranks) if not _problems(other, sharded, shared)]
     ranks = fits[0].num_ranks if fits else 0
     remedy = (
         f"with {ranks} rank{'s' * (ranks != 1)} these work: {', '.join(map(str, fits))}" if fits else "no grid works"
@@ -114,11 +130,15 @@ def check_grid(grid: Grid, needs: Iterable[AttentionRequirements], num_tokens: M
     )
 
 
-def _problems(grid: Grid, sharded: Iterable[AttentionRequirements], tokens: Mapping[str, int]) -> list[str]:
-    if grid.num_shards == 1:
-        return []
+def _problems(
+    grid: Grid, sharded: Iterable[AttentionRequirements], sequences: Mapping[str, SharedSequence]
+) -> list[str]:
     found: dict[str, None] = {}
-    for need in sharded:
+    for component, sequence in sequences.items():
+        if sequence.rows < grid.cfg:
+            one = "one guidance branch (a guidance scale above 1 makes two)"
+            found[f"{component} runs {one}, which cfg_parallel {grid.cfg} doesn't split"] = None
+    for need in sharded if grid.num_shards > 1 else ():
         layer = f"{need.component}.{need.role}"
         if need.num_heads % grid.ulysses:
             found[f"{layer} has {need.num_heads} heads, which ulysses {grid.ulysses} doesn't divide"] = None
@@ -131,8 +151,9 @@ def _problems(grid: Grid, sharded: Iterable[AttentionRequirements], tokens: Mapp
             found[f"{layer} has a mask for every query and key ({need.mask}), which isn't split"] = None
         if need.packed_varlen and grid.ring > 1:
             found[f"{layer} has packed documents, which a ring doesn't split"] = None
-        if need.component in tokens and tokens[need.component] < grid.num_shards:
-            few = f"{tokens[need.component]} token{'s' * (tokens[need.component] != 1)}"
+        sequence_of = sequences.get(need.component)
+        if sequence_of is not None and sequence_of.tokens < grid.num_shards:
+            few = f"{sequence_of.tokens} token{'s' * (sequence_of.tokens != 1)}"
             found[f"{layer} has {few} for {grid.num_shards} ranks"] = None
     return list(found)
 

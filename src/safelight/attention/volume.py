@@ -9,8 +9,17 @@ own tokens, T tokens that every rank has (text in joint attention). Ranks are th
 them in the order of `Grid`; where guidance branches are split too, each branch's ranks send this much.
 """
 
-from safelight.attention.grid import Grid, is_sharded, shard_lengths
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from safelight.attention.grid import Grid, SharedSequence, is_sharded, shard_lengths
 from safelight.attention.requirements import AttentionRequirements
+
+if TYPE_CHECKING:
+    from safelight.attention.plan import LayerGroup
+
+_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def ulysses_bytes(
@@ -62,18 +71,6 @@ def ring_bytes(need: AttentionRequirements, grid: Grid, *, batch: int, tokens: i
     return tuple(sent[rank // grid.ulysses] for rank in range(grid.num_shards))
 
 
-def most_bytes(
-    need: AttentionRequirements, grid: Grid, *, batch: int, tokens: int, text: int = 0, itemsize: int
-) -> int:
-    """The most bytes that any one rank sends in one call of a layer, by Ulysses and ring together.
-
-    The arguments are those of `ulysses_bytes`. Fang and Zhao 2024, "USP", arXiv 2405.07719, combine the two like this.
-    """
-    by_ulysses = ulysses_bytes(need, grid, batch=batch, tokens=tokens, text=text, itemsize=itemsize)
-    by_ring = ring_bytes(need, grid, batch=batch, tokens=tokens, itemsize=itemsize)
-    return max(u + r for u, r in zip(by_ulysses, by_ring, strict=True))
-
-
 def gather_bytes(grid: Grid, *, batch: int, tokens: int, channels: int, itemsize: int) -> int:
     """The bytes that each rank sends when a model's output [batch, tokens, channels] is gathered; the same for all.
 
@@ -81,3 +78,89 @@ def gather_bytes(grid: Grid, *, batch: int, tokens: int, channels: int, itemsize
     """
     longest = max(shard_lengths(tokens, grid.num_shards))
     return (grid.num_shards - 1) * batch * longest * channels * itemsize
+
+
+# A whole step
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallVolume:
+    """The bytes that one rank sends, at most, in one call of a kind of layer, of which a step makes `count`.
+
+    With uneven slices the rank that sends the most by Ulysses needn't be the one that does round the ring: `total` is
+    the most that any one sends by both. Fang and Zhao 2024, "USP", arXiv 2405.07719, combine the two like this.
+    """
+
+    role: str
+    count: int
+    ulysses: int
+    ring: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepVolume:
+    """What a step of a component costs each rank of a grid, in bytes sent at most.
+
+    `tokens` are those of each rank of a branch, in their order, in `rows` each; `text` are those that all of them have
+    besides. `gather` is once a step for the output, and `branches` for the other guidance branch's.
+    """
+
+    component: str
+    rows: int
+    tokens: tuple[int, ...]
+    text: int
+    calls: tuple[CallVolume, ...]
+    gather: int
+    branches: int
+
+    @property
+    def total(self) -> int:
+        """All that one rank sends in a step, at most."""
+        return sum(call.count * call.total for call in self.calls) + self.gather + self.branches
+
+    def to_json(self) -> dict[str, Any]:
+        """The volume as plain data."""
+        return {**asdict(self), "total": self.total}
+
+
+def call_volume(need: AttentionRequirements, grid: Grid, sequence: SharedSequence, *, count: int = 1) -> CallVolume:
+    """The volume of `count` layers that ask for `need` in one process, on a grid that `check_grid` accepts."""
+    rows, tokens, itemsize = _own_rows(sequence, grid), sequence.tokens, _ITEMSIZES[need.dtype]
+    text = sequence.text if need.role == "joint" else 0
+    by_ulysses = ulysses_bytes(need, grid, batch=rows, tokens=tokens, text=text, itemsize=itemsize)
+    by_ring = ring_bytes(need, grid, batch=rows, tokens=tokens, itemsize=itemsize)
+    total = max(u + r for u, r in zip(by_ulysses, by_ring, strict=True))
+    return CallVolume(role=need.role, count=count, ulysses=max(by_ulysses), ring=max(by_ring), total=total)
+
+
+def step_volumes(
+    groups: "Sequence[LayerGroup]", grid: Grid, sequences: Mapping[str, SharedSequence]
+) -> tuple[StepVolume, ...]:
+    """The volume of each component that runs on all ranks, on a grid that `check_grid` accepts.
+
+    `groups` are the layers as in one process. A component's output has its layers' dtype; the other guidance branch's
+    is float32.
+    """
+    found = []
+    for component, sequence in sequences.items():
+        rows, tokens, channels = _own_rows(sequence, grid), sequence.tokens, sequence.channels
+        own = [group for group in groups if group.requirements.component == component]
+        itemsize = _ITEMSIZES[own[0].requirements.dtype]
+        found.append(
+            StepVolume(
+                component=component,
+                rows=rows,
+                tokens=shard_lengths(tokens, grid.num_shards),
+                text=sequence.text,
+                calls=tuple(call_volume(group.requirements, grid, sequence, count=group.count) for group in own),
+                gather=gather_bytes(grid, batch=rows, tokens=tokens, channels=channels, itemsize=itemsize),
+                branches=(grid.cfg - 1) * rows * tokens * channels * _ITEMSIZES["float32"],
+            )
+        )
+    return tuple(found)
+
+
+def _own_rows(sequence: SharedSequence, grid: Grid) -> int:
+    """The rows of one rank: each half of the ranks has those of its guidance branch."""
+    return sequence.rows // grid.cfg

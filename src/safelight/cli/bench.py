@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     # The calls to time in a dtype, each with the layers that make it.
     ShapesIn = Callable[[str], Mapping[Shape, tuple[str, ...]]]
 
-# What a field of Request is called on the command line.
-_FLAGS = {"width": "--size: the width", "height": "--size: the height", "num_frames": "--frames"}
 _HARDWARE = ("platform", "arch", "package", "policy")
 
 
@@ -123,9 +121,7 @@ def _shapes(given: Mapping[str, Any], model: str | None, problems: list[str]) ->
     except CheckpointError as error:
         problems.append(error.message)
     except RequestError as error:
-        pairs = zip(error.details.get("fields", ()), error.details.get("problems", ()), strict=True)
-        told = [_FLAGS.get(field, field) + problem.removeprefix(field) for field, problem in pairs]
-        problems.extend(told or [error.message])
+        problems.extend(choices.by_flag(error))
     return lambda dtype: {}
 
 
@@ -253,14 +249,8 @@ COMMAND = Command(
             help=f"a call to time, such as {shapes.EXAMPLE}; can be given several times",
         ),
         choices.MODEL,
-        Option(flag="--size", metavar="WIDTHxHEIGHT", convert=values.size, help="of the model's picture, in pixels"),
-        Option(
-            flag="--frames",
-            metavar="N",
-            convert=values.whole,
-            help="of the model's video",
-            also=("--num-frames", "--length"),
-        ),
+        choices.SIZE,
+        choices.FRAMES,
         choices.DTYPE,
         choices.DEVICE,
         Option(

@@ -36,12 +36,56 @@ DTYPE = Option(
     help="float32, bfloat16 or float16",
     also=("--torch-dtype", "--precision"),
 )
+SIZE = Option(
+    flag="--size",
+    metavar="WIDTHxHEIGHT",
+    convert=values.size,
+    help="in pixels",
+    also=("--width", "--height", "--resolution"),
+)
+FRAMES = Option(
+    flag="--frames",
+    metavar="N",
+    convert=values.whole,
+    help="how many frames; 1 makes an image",
+    also=("--num-frames", "--length", "--video-length"),
+)
+GUIDANCE = Option(
+    flag="--guidance",
+    metavar="SCALE",
+    convert=values.number,
+    help="how closely to follow the prompt; 1 or less switches guidance off",
+    also=("--guidance-scale", "--cfg", "--cfg-scale", "--scale"),
+)
 MACHINE = Option(
     flag="--machine",
     metavar="NAME_OR_FILE",
     convert=values.name,
     help="another machine than this: a described one by name, or the one in a file: facts, a plan or a result",
 )
+
+
+# What a field of Request is called on the command line.
+_FLAGS = {
+    "prompt": "PROMPT",
+    "negative_prompt": "--negative",
+    "width": "--size: the width",
+    "height": "--size: the height",
+    "num_frames": "--frames",
+    "num_steps": "--steps",
+    "guidance_scale": "--guidance",
+    "seed": "--seed",
+    "num_outputs": "--num-outputs",
+    "fps": "--fps",
+}
+
+
+def by_flag(error: RequestError) -> list[str]:
+    """What is wrong, one by one; of a request's fields, with the options' names in place of theirs."""
+    if "fields" not in error.details:
+        return [error.message]
+    pairs = zip(error.details["fields"], error.details["problems"], strict=True)
+    return [_FLAGS.get(field, field) + problem.removeprefix(field) for field, problem in pairs]
 
 
 def settings_from_environment(problems: list[str]) -> Settings:

@@ -5,16 +5,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safelight.cli import choices, values
+from safelight.cli import choices, parallel, values
 from safelight.cli.console import Console
 from safelight.cli.generate import described
 from safelight.cli.options import Argument, Command, CommandLine, Option, wrong_command_line
+from safelight.cli.sharing import OPTIONS, sharing_in, sharing_lines, too_few
 from safelight.cli.tables import machine_line, milliseconds, printable, table, wrapped
 from safelight.errors import RequestError
 
 if TYPE_CHECKING:
     from safelight.attention.plan import AttentionPlan, PlannedLayer
     from safelight.attention.ranking import Measured
+    from safelight.planning import Sharing
 
 
 def run(line: CommandLine, console: Console) -> None:
@@ -36,52 +38,62 @@ def _explain_plan(line: CommandLine, console: Console) -> None:
     out: Path | None = given["lock"]
     if out is not None:
         check_target(out, overwrite=given["overwrite"])
-    plan = _plan(line)
+    plan, sharing = _plan(line)
     if out is not None:
         write_whole(out, lock_text(plan), overwrite=given["overwrite"])
         print(f"safelight: the plan is in {out}", file=console.err)
     if given["json"]:
         import json
 
-        json.dump(plan.to_json(), console.out)
+        shared = {} if sharing is None else {"sharing": sharing.to_json()}
+        json.dump({**plan.to_json(), **shared}, console.out)
         console.out.write("\n")
     else:
-        console.out.writelines(f"{text}\n" for text in _plan_lines(plan))
+        console.out.writelines(f"{text}\n" for text in _plan_lines(plan, sharing))
 
 
-def _plan(line: CommandLine) -> "AttentionPlan":
+def _plan(line: CommandLine) -> "tuple[AttentionPlan, Sharing | None]":
+    """The plan, and on several ranks how they share a request."""
     from safelight.attention.ranking import SavedRanking, saved_ranking
     from safelight.attention.select import by_name, found_backends
-    from safelight.planning import plan_model, preference_sources
+    from safelight.planning import chosen_dtype, plan_model, preference_sources
 
     given, problems = line.values, line.problems
     attention = choices.attention_of(given["attention"], problems)
     settings = choices.settings_from_environment(problems)
+    model: str | None = given["model"] or (settings.model.value if settings.model else None)
+    grid = parallel.grid_of(given, problems)
+    parallel.check_device(given["device"], settings, grid.num_ranks, problems)
     if given["machine"] is not None and given["device"] is not None:
         problems.append("--device names a device of this machine, and --machine another machine; give one of them")
     if given["overwrite"] and given["lock"] is None:
         problems.append("--overwrite is for --lock FILE; give that too, or leave it out")
+    sharing = sharing_in(given, model, grid, problems)
     if problems:
         raise wrong_command_line(problems)
     backends = found_backends()
-    model: str | None = given["model"] or (settings.model.value if settings.model else None)
     machine = choices.machine_of(given["machine"], given["device"], settings, backends)
     # Another machine's times aren't known here.
     measured = saved_ranking(machine) if given["machine"] is None else SavedRanking()
-    return plan_model(
+    dtype = chosen_dtype(given["dtype"], settings, machine)
+    plan = plan_model(
         model,
-        machine.replace(notes=(*machine.notes, *measured.notes)),
+        machine.replace(notes=(*machine.notes, *measured.notes, *too_few(grid, machine))),
         by_name(backends),
         sources=preference_sources(argument=attention, argument_source=choices.FLAG, settings=settings),
-        dtype=given["dtype"] or (settings.dtype.value if settings.dtype else None),
+        dtype=dtype,
         runs_here=given["machine"] is None,
         measured=measured.ranking,
+        grid=grid,
     )
+    return plan, None if sharing is None else sharing(dtype)
 
 
-def _plan_lines(plan: "AttentionPlan") -> Iterator[str]:
-    """The plan for people: a row for each kind of layer, then who was refused and why."""
+def _plan_lines(plan: "AttentionPlan", sharing: "Sharing | None") -> Iterator[str]:
+    """The plan for people: a row for each kind of layer, then what ranks share, then who was refused and why."""
     yield machine_line(plan.machine)
+    if plan.grid.num_ranks > 1:
+        yield f"each of {plan.grid.num_ranks} ranks: {plan.grid}"
     yield ""
     rows = [("component", "role", "layers", "dtype", "backend", "why")]
     for layer in plan.layers:
@@ -94,6 +106,8 @@ def _plan_lines(plan: "AttentionPlan") -> Iterator[str]:
             why += f" ({_times(selection.measured)})"
         rows.append((need.component, need.role, str(layer.count), need.dtype, selection.backend, why))
     yield from table(rows)
+    if sharing is not None:
+        yield from sharing_lines(sharing, plan.grid)
     for names, layer in _by_refusals(plan.layers):
         if layer.selection.rejected:
             yield ""
@@ -129,7 +143,7 @@ def _explain_file(line: CommandLine, console: Console) -> None:
 
     given = line.values
     for option in COMMAND.options:
-        if option.key != "json" and given[option.key]:
+        if option.key != "json" and given[option.key] not in (None, ()) and given[option.key] is not False:
             line.problems.append(f"{option.flag} is for a plan; leave FILE out, or give FILE alone")
     if line.problems:
         raise wrong_command_line(line.problems)
@@ -163,6 +177,8 @@ def _file_lines(document: Mapping[str, Any]) -> Iterator[str]:
         if name not in ("seed", "width", "height", "num_frames", "fps", "num_outputs") and value not in (None, {}, ""):
             shown = ", ".join(f"{key or 'all'}={value[key]}" for key in value) if isinstance(value, dict) else value
             yield f"  {name:<15} {shown}"
+    if plan.grid.num_ranks > 1:
+        yield f"  {'ranks':<15} {plan.grid.num_ranks}: {plan.grid}"
     yield f"  {'machine':<15} {plan.machine.platform} ({plan.machine.arch}), torch {plan.machine.torch_version}"
     yield f"  {'safelight':<15} {document['safelight']}"
     yield "attention"
@@ -199,6 +215,10 @@ COMMAND = Command(
         choices.ATTENTION,
         choices.DTYPE,
         choices.DEVICE,
+        parallel.ULYSSES,
+        parallel.RING,
+        parallel.CFG_PARALLEL,
+        *OPTIONS,
         Option(
             flag="--lock",
             metavar="OUT",

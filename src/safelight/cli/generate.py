@@ -21,20 +21,6 @@ if TYPE_CHECKING:
     from safelight.pipelines import Checkpoint
     from safelight.planning import Sources
 
-# What a field of Request is called on the command line.
-_FLAGS = {
-    "prompt": "PROMPT",
-    "negative_prompt": "--negative",
-    "width": "--size: the width",
-    "height": "--size: the height",
-    "num_frames": "--frames",
-    "num_steps": "--steps",
-    "guidance_scale": "--guidance",
-    "seed": "--seed",
-    "num_outputs": "--num-outputs",
-    "fps": "--fps",
-}
-
 
 def open_engine(model: str | None, **options: Any) -> "Engine":
     """The engine for a model. Imports torch."""
@@ -163,7 +149,7 @@ def _request(given: Mapping[str, Any], problems: list[str], console: Console) ->
             cancel=console.cancel,
         )
     except RequestError as error:
-        problems.extend(_by_flag(error))
+        problems.extend(choices.by_flag(error))
         return None
 
 
@@ -176,12 +162,6 @@ def _plan_lock(path: Path | None, problems: list[str]) -> "AttentionPlan | None"
     except RequestError as error:
         problems.append(error.message)
         return None
-
-
-def _by_flag(error: RequestError) -> list[str]:
-    """A request's problems, one by one and with the options' names in place of the fields'."""
-    pairs = zip(error.details["fields"], error.details["problems"], strict=True)
-    return [_FLAGS.get(field, field) + problem.removeprefix(field) for field, problem in pairs]
 
 
 def _checked(
@@ -211,7 +191,7 @@ def _checked(
         except CheckpointError as error:
             errors.append(error)
         except RequestError as error:
-            problems.extend(_by_flag(error) if "fields" in error.details else [error.message])
+            problems.extend(choices.by_flag(error))
     if request is not None:
         out: Path | None = given["out"]
         # Where the model's default isn't known, the name that was given tells what is expected.
@@ -267,20 +247,8 @@ COMMAND = Command(
             help="what not to show; used when guidance is above 1",
             also=("--negative-prompt", "--n-prompt", "--neg-prompt"),
         ),
-        Option(
-            flag="--size",
-            metavar="WIDTHxHEIGHT",
-            convert=values.size,
-            help="in pixels",
-            also=("--width", "--height", "--resolution"),
-        ),
-        Option(
-            flag="--frames",
-            metavar="N",
-            convert=values.whole,
-            help="how many frames; 1 makes an image",
-            also=("--num-frames", "--length", "--video-length"),
-        ),
+        choices.SIZE,
+        choices.FRAMES,
         Option(
             flag="--fps",
             metavar="RATE",
@@ -295,13 +263,7 @@ COMMAND = Command(
             help="how many denoising steps",
             also=("--num-steps", "--num-inference-steps", "--sample-steps", "--sampling-steps"),
         ),
-        Option(
-            flag="--guidance",
-            metavar="SCALE",
-            convert=values.number,
-            help="how closely to follow the prompt; 1 or less switches guidance off",
-            also=("--guidance-scale", "--cfg", "--cfg-scale", "--scale"),
-        ),
+        choices.GUIDANCE,
         Option(
             flag="--seed",
             metavar="N",

@@ -80,10 +80,15 @@ def launch_of(given: Mapping[str, Any], grid: "Grid", settings: Settings, proble
         problems.append(f"--rank-timeout is {timeout_s:g}; give a number of seconds above 0")
     if timeout_s is not None and num_ranks == 1:
         problems.append("--rank-timeout is for several ranks; give --ulysses, --ring or --cfg-parallel too")
-    device = given["device"] or (settings.device.value if settings.device else "")
+    check_device(given["device"], settings, num_ranks, problems)
+    return launch if num_ranks > 1 else None
+
+
+def check_device(device: str | None, settings: Settings, num_ranks: int, problems: list[str]) -> None:
+    """Tell where several ranks are to run on one device."""
+    device = device or (settings.device.value if settings.device else "")
     if num_ranks > 1 and ":" in device:
         problems.append(f"device {device!r} is one device, and {num_ranks} ranks take one each; leave the number out")
-    return launch if num_ranks > 1 else None
 
 
 def start_ranks(line: CommandLine, grid: "Grid", console: Console, *, seed: int, prompt: str) -> None:

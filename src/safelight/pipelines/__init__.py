@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from safelight.attention.grid import SharedSequence
 from safelight.attention.plan import LayerGroup
 from safelight.request import Request
 from safelight.weights.model_index import ModelIndex
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from safelight.sampling.denoise import StepState
 
 Report = Callable[[int, int], None]
+Configs = Mapping[str, Mapping[str, Any]]  # the components' configurations, by component
 
 
 class Pipeline(Protocol):
@@ -75,8 +77,8 @@ class Checkpoint(Protocol):
 class ParallelCheckpoint(Checkpoint, Protocol):
     """A checkpoint whose model runs on several ranks."""
 
-    def num_tokens(self, request: Request) -> Mapping[str, int]:
-        """How many tokens a resolved request's sequence has, by the components whose tokens the ranks share."""
+    def sequences(self, request: Request) -> Mapping[str, SharedSequence]:
+        """What the ranks share of a resolved request, by the component that runs on all of them."""
         ...
 
     def load(self, dtype: str, device: str, report: Report, mesh: "Mesh | None" = None) -> Pipeline:
@@ -101,13 +103,17 @@ class Family:
     """A model family's declaration. `class_name` is what model_index.json calls its pipeline.
 
     `open` reads a checkpoint. `layer_groups` gives a model's attention layers in a dtype from its components'
-    configurations alone, by component; it raises CheckpointError. `lengths` says how large a request makes their calls,
-    by "component.role": from the same configurations, and the folder of a checkpoint, which may have defaults of its
-    own. It raises RequestError for what the model can't do; None means that nobody can say.
+    configurations alone, by component; it raises CheckpointError. The rest says what a request makes of a model that is
+    known like this: `resolve` fills the defaults in, which the folder of a checkpoint may have of its own, and raises
+    RequestError for what the model can't do. Of a resolved request, `lengths` says how large the calls are, by
+    "component.role", and `sequences` what the ranks share, by component. Where `resolve` or `lengths` is None nobody
+    can say how large; where `sequences` is, the family doesn't run on several ranks.
     """
 
     name: str
     class_name: str
     open: Callable[[ModelIndex], Checkpoint]
-    layer_groups: Callable[[Mapping[str, Mapping[str, Any]], str], tuple[LayerGroup, ...]]
-    lengths: Callable[[Mapping[str, Mapping[str, Any]], Request, Path | None], Mapping[str, Lengths]] | None = None
+    layer_groups: Callable[[Configs, str], tuple[LayerGroup, ...]]
+    resolve: Callable[[Configs, Request, Path | None], Request] | None = None
+    lengths: Callable[[Configs, Request], Mapping[str, Lengths]] | None = None
+    sequences: Callable[[Configs, Request], Mapping[str, SharedSequence]] | None = None

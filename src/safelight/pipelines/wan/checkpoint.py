@@ -7,12 +7,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from safelight.attention.grid import SharedSequence
 from safelight.attention.plan import LayerGroup
 from safelight.errors import CheckpointError, RequestError
 from safelight.models.umt5_config import Umt5Config
 from safelight.models.wan_config import WanConfig
 from safelight.models.wan_vae_config import WanVaeConfig
-from safelight.pipelines import Lengths, Report
+from safelight.pipelines import Configs, Lengths, Report
 from safelight.request import Request, parse_fps, request_error
 from safelight.sampling.guidance import branches
 from safelight.sampling.schedulers import SCHEDULERS, check_scheduler
@@ -126,9 +127,9 @@ class WanCheckpoint:
             )
         return tuple(found)
 
-    def num_tokens(self, request: Request) -> dict[str, int]:
-        """How many tokens a resolved request's sequence has in the transformer."""
-        return {"transformer": _num_tokens(request, self.transformer, self.vae)}
+    def sequences(self, request: Request) -> dict[str, SharedSequence]:
+        """What the ranks share of a resolved request: the transformer's video tokens."""
+        return {"transformer": _sequence(request, self.transformer, self.vae)}
 
     def load(self, dtype: str, device: str, report: Report, mesh: "Mesh | None" = None) -> "WanPipeline":
         """Load the weights; `report` is told how many components are done."""
@@ -149,7 +150,7 @@ class WanCheckpoint:
             raise CheckpointError(f"{where}: the components don't fit together: {'; '.join(problems)}")
 
 
-def layer_groups(configs: Mapping[str, Mapping[str, Any]], dtype: str) -> tuple[LayerGroup, ...]:
+def layer_groups(configs: Configs, dtype: str) -> tuple[LayerGroup, ...]:
     """The attention layers of a Wan model that is known by its components' configurations.
 
     Wan 2.2's second expert is the component transformer_2.
@@ -157,48 +158,65 @@ def layer_groups(configs: Mapping[str, Mapping[str, Any]], dtype: str) -> tuple[
     missing = [component for component in ("text_encoder", "transformer", "vae") if component not in configs]
     if missing:
         raise CheckpointError(f"no configuration of {', '.join(missing)}; there are {', '.join(sorted(configs))}")
-    transformers = {
-        component: WanConfig.from_json(config, component)
-        for component, config in configs.items()
-        if component.startswith("transformer")
-    }
     text_encoder = Umt5Config.from_json(configs["text_encoder"], "text_encoder")
-    return _layer_groups(text_encoder, transformers, WanVaeConfig.from_json(configs["vae"], "vae"), dtype)
+    return _layer_groups(text_encoder, _transformers(configs), _vae(configs), dtype)
 
 
-def lengths(
-    configs: Mapping[str, Mapping[str, Any]], request: Request, folder: Path | None = None
-) -> dict[str, Lengths]:
-    """How large a request makes the attention calls of a Wan model that is known by its configurations.
+def resolve(configs: Configs, request: Request, folder: Path | None = None) -> Request:
+    """The request with defaults filled in: Wan 2.1's at 480p, or those of the checkpoint in a folder.
 
-    The text is as long as it can be, and a frame at a time is decoded, as of a large video.
+    Raises RequestError, with the nearest that the model can do.
     """
     manifest = read_json(folder / MANIFEST) if folder is not None and (folder / MANIFEST).exists() else {}
     defaults = Defaults() if folder is None else _defaults(manifest, folder / MANIFEST)
-    vae = WanVaeConfig.from_json(configs["vae"], "vae")
-    transformers = {
-        name: WanConfig.from_json(configs[name], name) for name in configs if name.startswith("transformer")
-    }
-    found: dict[str, Lengths] = {}
-    for name, transformer in transformers.items():
-        resolved = _resolved(request, defaults, transformer, vae)
-        assert resolved.width is not None and resolved.height is not None and resolved.guidance_scale is not None
-        rows = branches(resolved.guidance_scale)
-        positions = (resolved.height // vae.spatial_factor) * (resolved.width // vae.spatial_factor)
-        tokens = _num_tokens(resolved, transformer, vae)
+    vae = _vae(configs)
+    for transformer in _transformers(configs).values():
+        request = _resolved(request, defaults, transformer, vae)
+    return request
+
+
+def lengths(configs: Configs, request: Request) -> dict[str, Lengths]:
+    """How large a resolved request makes the attention calls.
+
+    The text is as long as it can be, and a frame at a time is decoded, as of a large video.
+    """
+    assert request.width is not None and request.height is not None
+    vae = _vae(configs)
+    positions = (request.height // vae.spatial_factor) * (request.width // vae.spatial_factor)
+    found = {"vae.self": Lengths(batch=1, queries=positions, keys=positions)}
+    for name, sequence in sequences(configs, request).items():
+        rows, tokens = sequence.rows, sequence.tokens
         found["text_encoder.self"] = Lengths(batch=rows, queries=TEXT_LENGTH, keys=TEXT_LENGTH)
         found[f"{name}.self"] = Lengths(batch=rows, queries=tokens, keys=tokens)
         found[f"{name}.cross"] = Lengths(batch=rows, queries=tokens, keys=TEXT_LENGTH)
-        found["vae.self"] = Lengths(batch=1, queries=positions, keys=positions)
     return found
 
 
-def _num_tokens(request: Request, transformer: WanConfig, vae: WanVaeConfig) -> int:
-    """The tokens of a resolved request's video."""
+def sequences(configs: Configs, request: Request) -> dict[str, SharedSequence]:
+    """What the ranks share of a resolved request: each transformer's video tokens."""
+    return {name: _sequence(request, config, _vae(configs)) for name, config in _transformers(configs).items()}
+
+
+def _transformers(configs: Configs) -> dict[str, WanConfig]:
+    return {name: WanConfig.from_json(configs[name], name) for name in configs if name.startswith("transformer")}
+
+
+def _vae(configs: Configs) -> WanVaeConfig:
+    return WanVaeConfig.from_json(configs["vae"], "vae")
+
+
+def _sequence(request: Request, transformer: WanConfig, vae: WanVaeConfig) -> SharedSequence:
+    """A resolved request's video as a transformer's tokens."""
     assert request.width is not None and request.height is not None and request.num_frames is not None
+    assert request.guidance_scale is not None
     frames = 1 + (request.num_frames - 1) // vae.temporal_factor
     positions = (request.height // vae.spatial_factor) * (request.width // vae.spatial_factor)
-    return frames * positions // math.prod(transformer.patch_size)
+    patch = math.prod(transformer.patch_size)
+    return SharedSequence(
+        rows=branches(request.guidance_scale),
+        tokens=frames * positions // patch,
+        channels=transformer.out_channels * patch,
+    )
 
 
 def _resolved(request: Request, defaults: Defaults, transformer: WanConfig, vae: WanVaeConfig) -> Request:
