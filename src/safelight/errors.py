@@ -3,6 +3,7 @@
     SafelightError                    root: catch this
     ├── RequestError                  the person asked for something that can't be done: exit status 2
     │   ├── CheckpointError           the model's files: missing, short, malformed, or not what the config says
+    │   ├── AgreementError            ranks were started with unlike requests or models; all of them raise it
     │   ├── OutputError               where the result should go: unwritable, or there already
     │   └── SelectionError            no attention backend for a layer; carries every verdict
     │       ├── CapabilityError           the kernel can't do what the layer needs
@@ -52,6 +53,10 @@ class CheckpointError(RequestError):
 
 class OutputError(RequestError):
     """The result can't go where it was asked to go."""
+
+
+class AgreementError(RequestError):
+    """The ranks of a parallel run were started with unlike requests or models. All of them raise it."""
 
 
 class SelectionError(RequestError):

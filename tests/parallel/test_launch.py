@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -103,6 +104,41 @@ def test_torchrun_starts_them_too(alone, tmp_path) -> None:
     assert status == 0, err
     assert out.count("clip.mp4") == 1
     assert_the_same(frames_of(tmp_path / "clip.mp4"), alone)
+
+
+def nodes(folder, *of_each):
+    """Status, standard output and standard error of two nodes, each of a rank that torchrun starts on its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1")
+    meeting = ("--master-addr=127.0.0.1", f"--master-port={port}")
+    started = []
+    for i, arguments in enumerate(of_each):
+        (folder / f"node{i}").mkdir()
+        command = (*launcher, *meeting, f"--node-rank={i}", "-m", "safelight", "generate", "a red circle")
+        started.append(start(folder / f"node{i}", "--ring", "2", *arguments, command=command))
+    ended = [process.communicate(timeout=240) for process in started]
+    return [(process.returncode, *texts) for process, texts in zip(started, ended, strict=True)]
+
+
+@pytest.mark.slow
+def test_two_nodes_make_the_same_file_on_the_first(alone, tmp_path) -> None:
+    first, second = nodes(tmp_path, ("--out", "clip.mp4"), ("--out", "clip.mp4"))
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert "clip.mp4" in first[1] and second[1] == ""
+    assert_the_same(frames_of(tmp_path / "node0" / "clip.mp4"), alone)
+    assert list((tmp_path / "node1").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_nodes_that_do_not_agree_are_told_once(tmp_path) -> None:
+    first, second = nodes(tmp_path, ("--guidance", "3"), ("--guidance", "2"))
+    assert first[0] != 0 and second[0] != 0
+    assert (first[2] + second[2]).count(
+        "the ranks don't agree: guidance_scale is 2.0 on rank 1 and 3.0 on rank 0;"
+    ) == 1
+    assert list((tmp_path / "node0").iterdir()) == list((tmp_path / "node1").iterdir()) == []
 
 
 @pytest.mark.slow

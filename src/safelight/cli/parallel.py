@@ -10,7 +10,7 @@ from safelight.cli.console import Console
 from safelight.cli.options import CommandLine, Option
 from safelight.cli.progress import ProgressDisplay, ProgressLines, progress_on
 from safelight.config import Launch, Settings
-from safelight.errors import RankError, RequestError, SafelightError
+from safelight.errors import AgreementError, RankError, RequestError, SafelightError
 from safelight.request import Progress
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ class Rank:
                 self._channel.tell("error", error.to_json())
             elif self.is_first:
                 raise
-            elif not isinstance(error, RankError):  # then the one that is lost has told, or its launcher does
+            # The first one tells what all raise; of a rank that is lost, itself has told, or its launcher does.
+            elif not isinstance(error, AgreementError | RankError):
                 print(f"safelight: error on rank {self.launch.rank}: {error.message}", file=self._console.err)
             raise SystemExit(error.exit_status) from error
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from safelight.distributed.links import GroupLink
-from safelight.errors import RequestError
+from safelight.errors import AgreementError
 
 
 def agree(link: GroupLink, values: Mapping[str, Any]) -> None:
-    """Raise RequestError on every rank unless all have equal values, plain data by name; told are the first rank's.
+    """Raise AgreementError on every rank unless all have equal values, plain data by name; told are the first rank's.
 
     Every rank calls this at the same time.
     """
@@ -22,7 +22,7 @@ def agree(link: GroupLink, values: Mapping[str, Any]) -> None:
         if theirs.get(name) != value
     ]
     if problems:
-        raise RequestError(
+        raise AgreementError(
             f"the ranks don't agree: {'; '.join(problems)}; start all of them with the same command on the same model",
             problems=problems,
         )
