@@ -1,5 +1,6 @@
 """The contract can fail: adapters with a fault planted in their source, one at a time, turn it red."""
 
+import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,27 +8,33 @@ from types import ModuleType
 
 import pytest
 
+from safelight.attention.backend import AttentionBackend
 from safelight.attention.cases import cases
 from safelight.attention.contract import judge
 from tests.contract.subjects import BACKENDS, SUBJECTS, refusals
 
-SOURCES = Path(sys.modules["safelight.attention"].__path__[0]) / "backends"
+SOURCES = Path(sys.modules["safelight.attention"].__path__[0])
+SHARED = "safelight.attention.flash"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong, in which adapter, and the change of its source: `old` occurs exactly once."""
+    """What is wrong, in which adapter, and the change of its source: `old` occurs exactly once.
+
+    With `is_shared` the source is that of the frame which it has in common with others.
+    """
 
     what: str
     backend: str
     old: str
     new: str
     release: str = ""  # of the stand-in, where only one shows it
+    is_shared: bool = False
 
 
 FAULTS = (
     Fault("scale dropped", "sdpa", "scale=scale,\n            enable_gqa", "scale=None,\n            enable_gqa"),
-    Fault("scale dropped", "flash2", '"softmax_scale": scale,', '"softmax_scale": None,'),
+    Fault("scale dropped", "flash2", '"softmax_scale": scale,', '"softmax_scale": None,', is_shared=True),
     Fault("mask ignored", "sdpa", "attn_mask=mask,", "attn_mask=None,"),
     Fault(
         "causal misaligned",
@@ -35,16 +42,32 @@ FAULTS = (
         "if causal and (mask is not None or q.shape[1] != k.shape[1]):",
         "if causal and mask is not None:",
     ),
-    Fault("causal dropped", "flash2", '"causal": causal,', '"causal": False,'),
-    Fault("empty rows left as they are", "flash2", "clear_blind(out, lse,", "(lambda *_, **__: None)(out, lse,"),
-    Fault("varlen offsets off by one", "flash2", "cu_seqlens_q=layout.offsets,", "cu_seqlens_q=layout.offsets + 1,"),
+    Fault("causal dropped", "flash3", '"causal": causal,', '"causal": False,', is_shared=True),
+    Fault(
+        "empty rows left as they are",
+        "flash2",
+        "clear_blind(out, lse,",
+        "(lambda *_, **__: None)(out, lse,",
+        is_shared=True,
+    ),
+    Fault(
+        "varlen offsets off by one",
+        "flash2",
+        "cu_seqlens_q=layout.offsets,",
+        "cu_seqlens_q=layout.offsets + 1,",
+        is_shared=True,
+    ),
     Fault(
         "varlen longest too short",
-        "flash2",
+        "xpu_flash",
         "max_seqlen_k=longest_keys,",
         "max_seqlen_k=longest_keys - 1,",
+        is_shared=True,
     ),
-    Fault("strides not looked at", "flash2", "q, k, v = with_dense_features(q, k, v)\n", "pass\n"),
+    Fault("strides not looked at", "flash2", "q, k, v = with_dense_features(q, k, v)\n", "pass\n", is_shared=True),
+    Fault("strides not looked at", "mate", "k.contiguous()", "k"),
+    Fault("LSE not asked for", "flash4", '{"return_lse": needs_lse}', '{"return_lse": False}'),
+    Fault("rows of the batch as one document", "xpu_flash", "batch * keys + 1, keys,", "batch * keys + 1, keys - 1,"),
     Fault("scale dropped", "sage", "sm_scale=q.shape[-1] ** -0.5 if scale is None else scale,", "sm_scale=None,"),
     Fault("scale dropped", "ascend", "head_dim**-0.5 if scale is None else scale", "1.0"),
     Fault("scale dropped", "ascend_fusion", "scale=q.shape[-1] ** -0.5 if scale is None else scale,", ""),
@@ -75,7 +98,13 @@ FAULTS = (
         "(x.repeat(1, 1, per_group, 1).unflatten(2, (groups, per_group)) for x in (k, v))",
     ),
     Fault("causal misaligned", "xformers", "elif mask is None and causal and queries == keys:", "elif causal:"),
-    Fault("varlen offsets off by one", "aiter", "cu_seqlens_k=layout.offsets if", "cu_seqlens_k=layout.offsets - 1 if"),
+    Fault(
+        "varlen offsets off by one",
+        "aiter",
+        "cu_seqlens_k=layout.offsets if",
+        "cu_seqlens_k=layout.offsets - 1 if",
+        is_shared=True,
+    ),
     Fault("padded LSE kept", "xformers", "[:, :, :queries].float()", ".float()"),
     Fault("K modified in place", "sage", "k.clone() if works_in_place else k", "k", release="1.0.6"),
     Fault("padded keys left in", "laser", "-k.shape[1] % BLOCK or NO_PADDING", "NO_PADDING"),
@@ -87,13 +116,23 @@ FAULTS = (
 )
 
 
-def red_cases(fault: Fault) -> list[str]:
-    """The cases in which the faulty adapter is found out, each with how."""
-    text = (SOURCES / f"{fault.backend}.py").read_text()
-    assert text.count(fault.old) == 1, f"{fault.backend}.py has {fault.old!r} {text.count(fault.old)} times, not once"
+def faulty(fault: Fault, patch: pytest.MonkeyPatch) -> AttentionBackend:
+    """The declaration whose adapter has the fault."""
+    own = importlib.import_module(f"safelight.attention.backends.{fault.backend}")
+    path = SOURCES / ("flash.py" if fault.is_shared else f"backends/{fault.backend}.py")
+    text = path.read_text()
+    assert text.count(fault.old) == 1, f"{path.name} has {fault.old!r} {text.count(fault.old)} times, not once"
     module = ModuleType("faulty")
-    exec(compile(text.replace(fault.old, fault.new), f"faulty {fault.backend}", "exec"), vars(module))
-    backend = module.BACKEND
+    exec(compile(text.replace(fault.old, fault.new), f"faulty {path.name}", "exec"), vars(module))
+    if fault.is_shared:
+        patch.setitem(sys.modules, SHARED, module)
+    found: AttentionBackend = own.BACKEND if fault.is_shared else module.BACKEND
+    return found
+
+
+def red_cases(fault: Fault, patch: pytest.MonkeyPatch) -> list[str]:
+    """The cases in which the faulty adapter is found out, each with how."""
+    backend = faulty(fault, patch)
     found = []
     for subject in SUBJECTS:
         if subject.backend != fault.backend or fault.release not in subject.name:
@@ -112,14 +151,21 @@ def red_cases(fault: Fault) -> list[str]:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.backend}: {fault.what}")
-def test_a_planted_fault_turns_the_contract_red(fault) -> None:
-    found = red_cases(fault)
+def test_a_planted_fault_turns_the_contract_red(fault, monkeypatch) -> None:
+    found = red_cases(fault, monkeypatch)
     print(*found, sep="\n")
     assert found
 
 
-def test_without_a_fault_nothing_is_red() -> None:
-    assert red_cases(Fault("none", "flash2", "flash2 takes no mask", "flash2 takes no mask")) == []
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("none", "flash2", '"return_attn_probs"', '"return_attn_probs"'),
+        Fault("none", "flash2", "takes no mask", "takes no mask", is_shared=True),
+    ],
+)
+def test_without_a_fault_nothing_is_red(fault, monkeypatch) -> None:
+    assert red_cases(fault, monkeypatch) == []
 
 
 def test_every_kind_of_fault_is_planted() -> None:

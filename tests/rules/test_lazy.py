@@ -14,7 +14,7 @@ from tests.rules.source import PACKAGE, ROOT, modules
 # What may import torch at module top. All else answers questions about machines, requests, checkpoints and plans by
 # itself, and stands between a person and the first line of output.
 TORCH = re.compile(
-    r"safelight\.(attention\.(contract|guard|layer|masks|merging|packed|parallel|reference|runtime|timing|verify)"
+    r"safelight\.(attention\.(contract|flash|guard|layer|masks|merging|packed|parallel|reference|runtime|timing|verify)"
     r"|(demo|distributed|layers|sampling)(\..*)?"
     r"|pipelines\.[^.]*\.pipeline"
     r"|models\.(?!.*_config$).*"

@@ -1,67 +1,20 @@
 """aiter: the attention of AMD's AI Tensor Engine, for Instinct."""
 
-from typing import TYPE_CHECKING, Any
-
-from safelight.attention.backend import AttentionBackend, AttentionFn, Layout, Reason
+from safelight.attention.backend import AttentionBackend, AttentionFn, Reason
 from safelight.attention.requirements import AttentionRequirements
 from safelight.platforms.facts import MachineFacts
 from safelight.platforms.packages import Package
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def load(requirements: AttentionRequirements) -> AttentionFn:
     """The kernel for layers with these requirements."""
     from aiter import flash_attn_func, flash_attn_varlen_func
 
-    from safelight.attention.masks import clear_blind, clear_blind_packed, empty_result, with_dense_features
+    from safelight.attention.flash import flash_attention
 
     needs_lse = requirements.needs_lse
-
-    def aiter_flash(
-        q: "Tensor",
-        k: "Tensor",
-        v: "Tensor",
-        *,
-        scale: float | None = None,
-        causal: bool = False,
-        mask: "Tensor | None" = None,
-        layout: Layout | None = None,
-    ) -> Any:
-        assert mask is None, "aiter takes no mask"
-        if q.shape[1] == 0 or k.shape[1] == 0:
-            return empty_result(q, with_lse=needs_lse)
-        q, k, v = with_dense_features(q, k, v)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        options = {"softmax_scale": scale, "causal": causal, "return_lse": needs_lse}
-        lse = None
-        if layout is None or layout.offsets is None:
-            out = flash_attn_func(q, k, v, **options)
-            if needs_lse:
-                out, lse = out
-            clear_blind(out, lse, k.shape[1], causal=causal)
-        else:
-            longest, longest_keys = layout.longest
-            # By name: its order isn't flash-attn's.
-            out = flash_attn_varlen_func(
-                q[0],
-                k[0],
-                v[0],
-                cu_seqlens_q=layout.offsets,
-                cu_seqlens_k=layout.offsets if layout.key_offsets is None else layout.key_offsets,
-                max_seqlen_q=longest,
-                max_seqlen_k=longest_keys,
-                **options,
-            )
-            if needs_lse:
-                out, lse = out
-                lse = lse[None]
-            out = out[None]
-            clear_blind_packed(out, lse, layout, causal=causal)
-        return (out, lse) if needs_lse else out
-
-    return aiter_flash
+    options = {"return_lse": needs_lse}
+    return flash_attention("aiter", flash_attn_func, flash_attn_varlen_func, needs_lse=needs_lse, options=options)
 
 
 def takes(head_dim: int) -> bool:

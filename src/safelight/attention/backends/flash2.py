@@ -1,16 +1,12 @@
 """flash2: FlashAttention-2, on CUDA and on ROCm."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
-from safelight.attention.backend import AttentionBackend, AttentionFn, Layout, Reason
+from safelight.attention.backend import AttentionBackend, AttentionFn, Reason
 from safelight.attention.requirements import AttentionRequirements
 from safelight.attention.versions import is_at_least
 from safelight.platforms.facts import MachineFacts, PackageFacts
 from safelight.platforms.packages import Installed, Package
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TRITON_SWITCH = "FLASH_ATTENTION_TRITON_AMD_ENABLE"
 INSTINCT = ("gfx90a", "gfx942", "gfx950")
@@ -22,53 +18,12 @@ def load(requirements: AttentionRequirements) -> AttentionFn:
     """The kernel for layers with these requirements."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-    from safelight.attention.masks import clear_blind, clear_blind_packed, empty_result, with_dense_features
+    from safelight.attention.flash import flash_attention
 
     needs_lse = requirements.needs_lse
-
-    def flash2(
-        q: "Tensor",
-        k: "Tensor",
-        v: "Tensor",
-        *,
-        scale: float | None = None,
-        causal: bool = False,
-        mask: "Tensor | None" = None,
-        layout: Layout | None = None,
-    ) -> Any:
-        assert mask is None, "flash2 takes no mask"
-        if q.shape[1] == 0 or k.shape[1] == 0:
-            return empty_result(q, with_lse=needs_lse)
-        q, k, v = with_dense_features(q, k, v)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        # Its LSE comes with the probabilities alone, which it makes only where there is dropout.
-        options = {"softmax_scale": scale, "causal": causal, "return_attn_probs": needs_lse}
-        lse = None
-        if layout is None or layout.offsets is None:
-            out = flash_attn_func(q, k, v, **options)
-            if needs_lse:
-                out, lse, _ = out
-            clear_blind(out, lse, k.shape[1], causal=causal)
-        else:
-            longest, longest_keys = layout.longest
-            out = flash_attn_varlen_func(
-                q[0],
-                k[0],
-                v[0],
-                cu_seqlens_q=layout.offsets,
-                cu_seqlens_k=layout.offsets if layout.key_offsets is None else layout.key_offsets,
-                max_seqlen_q=longest,
-                max_seqlen_k=longest_keys,
-                **options,
-            )
-            if needs_lse:
-                out, lse, _ = out
-                lse = lse[None]
-            out = out[None]
-            clear_blind_packed(out, lse, layout, causal=causal)
-        return (out, lse) if needs_lse else out
-
-    return flash2
+    # Its LSE comes with the probabilities alone, which it makes only where there is dropout.
+    options = {"return_attn_probs": needs_lse}
+    return flash_attention("flash2", flash_attn_func, flash_attn_varlen_func, needs_lse=needs_lse, options=options)
 
 
 def variant(installed: Installed, env: Mapping[str, str]) -> str | None:

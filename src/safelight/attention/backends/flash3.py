@@ -1,15 +1,11 @@
 """flash3: FlashAttention-3, for Hopper."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
-from safelight.attention.backend import AttentionBackend, AttentionFn, Layout, Reason
+from safelight.attention.backend import AttentionBackend, AttentionFn, Reason
 from safelight.attention.requirements import AttentionRequirements
 from safelight.platforms.facts import MachineFacts, PackageFacts
 from safelight.platforms.packages import Installed, Package
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FORWARD_ONLY = "fa3-fwd"
 FORWARD_ONLY_HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -17,7 +13,7 @@ FORWARD_ONLY_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 def load(requirements: AttentionRequirements) -> AttentionFn:
     """The kernel for layers with these requirements."""
-    from safelight.attention.masks import clear_blind, clear_blind_packed, empty_result, with_dense_features
+    from safelight.attention.flash import flash_attention
 
     try:
         from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
@@ -30,47 +26,8 @@ def load(requirements: AttentionRequirements) -> AttentionFn:
     needs_lse = requirements.needs_lse
     # The first releases always return (out, lse), those after them out alone, and neither can be asked; the newest
     # return what they are asked for.
-    asked = {"return_attn_probs": True} if needs_lse else {}
-
-    def flash3(
-        q: "Tensor",
-        k: "Tensor",
-        v: "Tensor",
-        *,
-        scale: float | None = None,
-        causal: bool = False,
-        mask: "Tensor | None" = None,
-        layout: Layout | None = None,
-    ) -> Any:
-        assert mask is None, "flash3 takes no mask"
-        if q.shape[1] == 0 or k.shape[1] == 0:
-            return empty_result(q, with_lse=needs_lse)
-        q, k, v = with_dense_features(q, k, v)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if layout is None or layout.offsets is None:
-            result = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, **asked)
-            out, lse = result if isinstance(result, tuple) else (result, None)
-            clear_blind(out, lse, k.shape[1], causal=causal)
-        else:
-            longest, longest_keys = layout.longest
-            result = flash_attn_varlen_func(
-                q[0],
-                k[0],
-                v[0],
-                cu_seqlens_q=layout.offsets,
-                cu_seqlens_k=layout.offsets if layout.key_offsets is None else layout.key_offsets,
-                max_seqlen_q=longest,
-                max_seqlen_k=longest_keys,
-                softmax_scale=scale,
-                causal=causal,
-                **asked,
-            )
-            out, lse = result if isinstance(result, tuple) else (result, None)
-            out, lse = out[None], None if lse is None else lse[None]
-            clear_blind_packed(out, lse, layout, causal=causal)
-        return (out, lse) if needs_lse else out
-
-    return flash3
+    options = {"return_attn_probs": True} if needs_lse else {}
+    return flash_attention("flash3", flash_attn_func, flash_attn_varlen_func, needs_lse=needs_lse, options=options)
 
 
 def variant(installed: Installed, env: Mapping[str, str]) -> str | None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from safelight.attention.backend import AttentionBackend, AttentionFn, Layout, Reason
+from safelight.attention.backend import AttentionBackend, AttentionFn, Reason
 from safelight.attention.requirements import AttentionRequirements
 from safelight.platforms.facts import MachineFacts
 from safelight.platforms.packages import Package
@@ -17,55 +17,17 @@ def load(requirements: AttentionRequirements) -> AttentionFn:
     """The kernel for layers with these requirements."""
     from mate.mha_interface import flash_attn_varlen_func
 
-    from safelight.attention.masks import clear_blind, clear_blind_packed, empty_result, with_dense_features
+    from safelight.attention.flash import flash_attention
+
+    def attend(q: "Tensor", k: "Tensor", v: "Tensor", **options: Any) -> Any:
+        # Its kernel takes K to end as many elements after its start as it has, and reads zeros beyond.
+        return flash_attn_varlen_func(q, k.contiguous(), v, **options)
 
     needs_lse = requirements.needs_lse
     # Only where it is needed: not every release has the parameter.
-    asked = {LSE_FLAG: True} if needs_lse else {}
-
-    def mate(
-        q: "Tensor",
-        k: "Tensor",
-        v: "Tensor",
-        *,
-        scale: float | None = None,
-        causal: bool = False,
-        mask: "Tensor | None" = None,
-        layout: Layout | None = None,
-    ) -> Any:
-        assert mask is None, "mate takes no mask"
-        if q.shape[1] == 0 or k.shape[1] == 0:
-            return empty_result(q, with_lse=needs_lse)
-        q, v = with_dense_features(q, v)
-        # Its kernel takes K to end as many elements after its start as it has, and reads zeros beyond.
-        k = k.contiguous()
-        options = {"softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale, "causal": causal, **asked}
-        lse = None
-        if layout is None or layout.offsets is None:
-            out = flash_attn_varlen_func(q, k, v, **options)
-            if needs_lse:
-                out, lse = out
-            clear_blind(out, lse, k.shape[1], causal=causal)
-        else:
-            longest, longest_keys = layout.longest
-            out = flash_attn_varlen_func(
-                q[0],
-                k[0],
-                v[0],
-                cu_seqlens_q=layout.offsets,
-                cu_seqlens_k=layout.offsets if layout.key_offsets is None else layout.key_offsets,
-                max_seqlen_q=longest,
-                max_seqlen_k=longest_keys,
-                **options,
-            )
-            if needs_lse:
-                out, lse = out
-                lse = lse[None]
-            out = out[None]
-            clear_blind_packed(out, lse, layout, causal=causal)
-        return (out, lse) if needs_lse else out
-
-    return mate
+    options = {LSE_FLAG: True} if needs_lse else {}
+    # One function for both: without offsets it takes a batch.
+    return flash_attention("mate", attend, attend, needs_lse=needs_lse, options=options)
 
 
 def takes(head_dim: int) -> bool:

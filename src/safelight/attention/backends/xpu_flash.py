@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from safelight.attention.backend import AttentionBackend, AttentionFn, Layout, Reason
+from safelight.attention.backend import AttentionBackend, AttentionFn, Reason
 from safelight.attention.requirements import AttentionRequirements
 from safelight.platforms.facts import MachineFacts
 from safelight.platforms.packages import Package
@@ -20,56 +20,28 @@ def load(requirements: AttentionRequirements) -> AttentionFn:
     import torch
     from vllm_xpu_kernels import flash_attn_interface as vendor
 
-    from safelight.attention.masks import clear_blind, clear_blind_packed, empty_result
+    from safelight.attention.flash import flash_attention
 
     if not vendor.FA2_AVAILABLE:
         raise ImportError(f"vllm_xpu_kernels has no flash attention here: {vendor.FA2_UNAVAILABLE_REASON}")
     flash_attn_varlen_func = vendor.flash_attn_varlen_func
 
-    def xpu_flash(
-        q: "Tensor",
-        k: "Tensor",
-        v: "Tensor",
-        *,
-        scale: float | None = None,
-        causal: bool = False,
-        mask: "Tensor | None" = None,
-        layout: Layout | None = None,
-    ) -> Any:
-        assert mask is None, "xpu_flash takes no mask"
+    def dense(q: "Tensor", k: "Tensor", v: "Tensor", **options: Any) -> "Tensor":
+        # It knows packed documents alone: each row of the batch becomes one.
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-        if queries == 0 or keys == 0:
-            return empty_result(q, with_lse=False)
-        options = {"softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale, "causal": causal}
-        if layout is None or layout.offsets is None:
-            # It knows packed documents alone: each row of the batch becomes one.
-            out = flash_attn_varlen_func(
-                q.flatten(0, 1),
-                k.flatten(0, 1),
-                v.flatten(0, 1),
-                cu_seqlens_q=torch.arange(0, batch * queries + 1, queries, dtype=torch.int32, device=q.device),
-                cu_seqlens_k=torch.arange(0, batch * keys + 1, keys, dtype=torch.int32, device=q.device),
-                max_seqlen_q=queries,
-                max_seqlen_k=keys,
-                **options,
-            ).unflatten(0, (batch, queries))
-            clear_blind(out, None, keys, causal=causal)
-        else:
-            longest, longest_keys = layout.longest
-            out = flash_attn_varlen_func(
-                q[0],
-                k[0],
-                v[0],
-                cu_seqlens_q=layout.offsets,
-                cu_seqlens_k=layout.offsets if layout.key_offsets is None else layout.key_offsets,
-                max_seqlen_q=longest,
-                max_seqlen_k=longest_keys,
-                **options,
-            )[None]
-            clear_blind_packed(out, None, layout, causal=causal)
-        return out
+        out: Tensor = flash_attn_varlen_func(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            cu_seqlens_q=torch.arange(0, batch * queries + 1, queries, dtype=torch.int32, device=q.device),
+            cu_seqlens_k=torch.arange(0, batch * keys + 1, keys, dtype=torch.int32, device=q.device),
+            max_seqlen_q=queries,
+            max_seqlen_k=keys,
+            **options,
+        )
+        return out.view(batch, queries, *out.shape[1:])
 
-    return xpu_flash
+    return flash_attention("xpu_flash", dense, flash_attn_varlen_func, needs_lse=False)
 
 
 def takes(head_dim: int) -> bool:
