@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from safelight.attention.grid import Grid, SharedSequence, check_grid, shard_lengths
+from safelight.attention.grid import Grid, SharedSequence, check_grid, grids_of, shard_lengths
 from safelight.attention.requirements import AttentionRequirements
 from safelight.attention.volume import gather_bytes, ring_bytes, ulysses_bytes
 from safelight.errors import RequestError
@@ -290,15 +290,12 @@ def memory_bytes(work: Work, grid: Grid) -> int:
 def grids(work: Work, num_gpus: int) -> list[Grid]:
     """Every grid of so many ranks that the model's heads and guidance allow; the fewest branches on a rank last."""
     found = []
-    for cfg in range(1, work.rows + 1):
-        for ulysses in range(1, num_gpus + 1):
-            if num_gpus % (cfg * ulysses) == 0:
-                grid = Grid(ulysses=ulysses, ring=num_gpus // (cfg * ulysses), cfg=cfg)
-                try:
-                    check_grid(grid, [work.need], {work.need.component: work.sequence})
-                except RequestError:
-                    continue
-                found.append(grid)
+    for grid in grids_of(num_gpus):
+        try:
+            check_grid(grid, [work.need], {work.need.component: work.sequence})
+        except RequestError:
+            continue
+        found.append(grid)
     return found
 
 

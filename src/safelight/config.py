@@ -133,14 +133,22 @@ class Launch:
     def from_environment(cls) -> Self | None:
         """The place of this process, None if it was started alone. Raises RequestError where it isn't one."""
         if RANK_VARIABLE in os.environ:
-            return cls(**json.loads(os.environ[RANK_VARIABLE]))
+            try:
+                return cls(**json.loads(os.environ[RANK_VARIABLE]))
+            except (ValueError, TypeError) as error:
+                raise RequestError(
+                    f"`{RANK_VARIABLE}` is Safelight's own, for ranks that it starts; unset it"
+                ) from error
         if any(name not in os.environ for name in LAUNCHER_VARIABLES):
             return None
-        texts = {name: os.environ[name] for name in LAUNCHER_VARIABLES[:3]}
-        wrong = [f"`{name}` is {text!r}" for name, text in texts.items() if not text.isdecimal() or not text.isascii()]
+        texts = {name: os.environ[name] for name in LAUNCHER_VARIABLES if name != "MASTER_ADDR"}
+        wrong = [f"`{name}` is {text!r}" for name, text in texts.items() if not re.fullmatch("[0-9]{1,9}", text)]
         if wrong:
             raise RequestError(f"{'; '.join(wrong)}; a launcher sets whole numbers, start ranks with torchrun")
-        rank, local_rank, num_ranks = map(int, texts.values())
+        rank, local_rank, num_ranks, port = (int(texts[name]) for name in LAUNCHER_VARIABLES if name in texts)
+        if not (local_rank <= rank < num_ranks and 0 < port < 1 << 16):
+            shown = ", ".join(f"{name}={text}" for name, text in texts.items())
+            raise RequestError(f"{shown} can't be a launcher's: RANK is below WORLD_SIZE; start ranks with torchrun")
         return cls(rank=rank, local_rank=local_rank, num_ranks=num_ranks)
 
     def environment(self, num_threads: int) -> dict[str, str]:

@@ -1,11 +1,13 @@
 """Engine: a model on a machine. Facts make a plan, the plan binds kernels, requests become results."""
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from safelight.attention.backend import AttentionBackend
 from safelight.attention.grid import Grid
@@ -31,7 +33,7 @@ from safelight.planning import (
 )
 from safelight.platforms import load_machine, probe_machine, torch_device
 from safelight.platforms.facts import MachineFacts
-from safelight.request import Output, Progress, Request, Result, draw_seed, parse_fps
+from safelight.request import CancelToken, Output, Progress, Request, Result, draw_seed, parse_fps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from safelight.attention.runtime import LoadedPlan
     from safelight.distributed.mesh import Mesh
     from safelight.sampling.denoise import StepState
+
+T = TypeVar("T")
 
 Report = Callable[[Progress], None]
 
@@ -62,6 +66,7 @@ class Engine:
         measured: SavedRanking | None = None,
         check: str = "off",
         mesh: "Mesh | None" = None,
+        device: str = "cpu",
     ) -> None:
         self.model = model
         self.machine = machine
@@ -73,12 +78,13 @@ class Engine:
         self._measured = SavedRanking() if measured is None else measured
         self._check = check
         self._mesh = mesh
+        self._device = device
         self._grid = Grid() if mesh is None else mesh.grid
         self._guard: Guard | None = None
         self._loaded: dict[Sources, LoadedPlan] = {}
         self._bound: LoadedPlan | None = None
         self._pipeline: Pipeline | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._planning = threading.Lock()
 
     @classmethod
@@ -110,8 +116,49 @@ class Engine:
         checked, the attention plan is made and its kernels loaded, before any weight is. Raises RequestError,
         CheckpointError and SelectionError, and on a mesh RankError.
         """
-        settings = as_settings(settings or Settings())
         started_s = time.monotonic()
+        planned: Callable[[], Self] = partial(
+            cls._planned,
+            model,
+            attention=attention,
+            attention_source=attention_source,
+            device=device,
+            dtype=dtype,
+            machine=machine,
+            check_attention=check_attention,
+            settings=settings,
+            plan_lock=plan_lock,
+            mesh=mesh,
+        )
+        engine = planned() if mesh is None else agreed(mesh, planned, lambda engine: engine._identity())
+
+        def loaded(step: int, num_steps: int) -> None:
+            _tell(report, "load", step, num_steps, started_s)
+
+        checkpoint, where = engine._checkpoint, engine._device
+        if isinstance(checkpoint, ParallelCheckpoint):
+            engine._pipeline = checkpoint.load(engine.dtype, where, loaded, mesh)
+        else:
+            engine._pipeline = checkpoint.load(engine.dtype, where, loaded)
+        return engine
+
+    @classmethod
+    def _planned(
+        cls,
+        model: str | Path | None,
+        *,
+        attention: str | Mapping[str, str] | None,
+        attention_source: str,
+        device: str | None,
+        dtype: str | None,
+        machine: MachineFacts | str | Path | None,
+        check_attention: str | None,
+        settings: Settings | Mapping[str, Any] | None,
+        plan_lock: AttentionPlan | None,
+        mesh: "Mesh | None",
+    ) -> Self:
+        """The engine before its weights are loaded: everything is checked, and its plan's kernels are there."""
+        settings = as_settings(settings or Settings())
         model = model if model is not None else (settings.model.value if settings.model else None)
         checkpoint = check_model(model)
         asked_device, source = chosen_device(device, settings)
@@ -135,21 +182,11 @@ class Engine:
             measured=saved_ranking(facts) if machine is None else SavedRanking(),
             check=check,
             mesh=mesh,
+            device=torch_device(here, asked_device),
         )
         if mesh is not None and not isinstance(checkpoint, ParallelCheckpoint):
             raise not_parallel(engine.model)
         engine.plan()
-        if mesh is not None:
-            engine._agree_on_model(mesh)
-
-        def loaded(step: int, num_steps: int) -> None:
-            _tell(report, "load", step, num_steps, started_s)
-
-        where = torch_device(here, asked_device)
-        if isinstance(checkpoint, ParallelCheckpoint):
-            engine._pipeline = checkpoint.load(engine.dtype, where, loaded, mesh)
-        else:
-            engine._pipeline = checkpoint.load(engine.dtype, where, loaded)
         return engine
 
     def resolve(self, request: Request) -> Request:
@@ -209,41 +246,51 @@ class Engine:
     ) -> Result | list[Result]:
         """Run a request, a prompt with Request's fields as keywords, or a list of requests.
 
-        Requests on one engine run one after the other, also from several threads. On a mesh every rank makes this call;
-        they take the first one's seed where they have none, and the results of the others have no outputs. Raises
-        RequestError before any work, GenerationError if the run fails (G5), and Cancelled.
+        Requests on one engine run one after the other, also from several threads. On a mesh every rank makes the same
+        calls in the same order; they take the first one's seed where they have none, all stop at a step where one is
+        cancelled, and the results of the others have no outputs. Raises RequestError before any work, GenerationError
+        if the run fails (G5), and Cancelled.
         """
         if not isinstance(request, str | Request | Sequence) or isinstance(request, bytes):
             raise RequestError(f"the request is {request!r}; it must be a prompt, a Request or a list of Requests")
         if isinstance(request, str):
-            return self._generate(Request(prompt=request, **_as_fields(fields)), report)
+            return self._generate([Request(prompt=request, **_as_fields(fields))], report)[0]
         if isinstance(request, Request):
-            return self._generate(request.replace(**_as_fields(fields)) if fields else request, report)
+            return self._generate([request.replace(**_as_fields(fields)) if fields else request], report)[0]
         wrong = [one for one in request if not isinstance(one, Request)]
         if wrong:
             raise RequestError(f"the list holds {wrong[0]!r}; each must be a Request, as in Request(prompt=...)")
-        requests = [one.replace(**_as_fields(fields)) if fields else one for one in request]
-        resolved = [self._alike(one) for one in requests]
-        return [self._generate(one, report) for one in resolved]
+        return self._generate([one.replace(**_as_fields(fields)) if fields else one for one in request], report)
 
-    def _generate(self, request: Request, report: Report | None) -> Result:
+    def _generate(self, requests: Sequence[Request], report: Report | None) -> list[Result]:
+        """The results of requests, all of which are checked before the first one runs."""
+        # Ranks meet in every part of this; alone, a request is checked while another one runs.
+        with contextlib.nullcontext() if self._mesh is None else self._lock:
+            return [self._generate_one(one, report) for one in [self._alike(one) for one in requests]]
+
+    def _generate_one(self, request: Request, report: Report | None) -> Result:
         import torch
 
         from safelight.sampling.noise import output_seeds
 
-        request = self._alike(request)
+        cancel, shared = request.cancel, request.cancel
+        if self._mesh is not None:
+            from safelight.distributed.agreement import SharedCancel
+
+            shared = SharedCancel(self._mesh.world, cancel)
         loaded = self._load_plan(request)
         pipeline = self._pipeline
         assert pipeline is not None, "from_pretrained loads the pipeline"
         assert request.seed is not None and request.fps is not None
         seeds = output_seeds(request.seed, request.num_outputs)
-        run = _Run(pipeline, request, loaded.plan, self.dtype, report)
+        run = _Run(pipeline, request.replace(cancel=shared), loaded.plan, self.dtype, report)
         with self._lock, torch.inference_mode():
-            run.check_cancelled()
+            if shared is not None:
+                shared.raise_if_cancelled()
             self._bind(loaded)
             text, warnings = run.encode()
             latents = run.denoise(text, seeds)
-            frames = run.decode(latents) if self._mesh is None or self._mesh.is_first else []
+            frames = run.decode(latents, cancel) if self._mesh is None or self._mesh.is_first else []
             checks = () if self._guard is None else self._guard.checks(loaded.plan)
         return Result(
             outputs=tuple(
@@ -262,21 +309,29 @@ class Engine:
         mesh = self._mesh
         if mesh is None:
             return self.resolve(request)
-        from safelight.distributed.agreement import agree
-
         if request.seed is None and mesh.is_first:
             request = request.replace(seed=draw_seed())
         first_seed = mesh.world.gather_values(request.seed)[0]
-        request = self.resolve(request if request.seed is not None else request.replace(seed=first_seed))
-        agree(mesh.world, {**request.to_json(), "plan": _kernels(self.plan(request))})
-        return request
+        if request.seed is None:
+            request = request.replace(seed=first_seed)
+        # First what was asked, in its own words: what comes of it may be an error.
+        agreed(mesh, lambda: request, Request.to_json)
+        return agreed(
+            mesh,
+            lambda: self.resolve(request),
+            lambda resolved: {**resolved.to_json(), "plan": _kernels(self.plan(resolved))},
+        )
 
-    def _agree_on_model(self, mesh: "Mesh") -> None:
-        """Compare what the ranks are about to load."""
-        from safelight.distributed.agreement import agree, folder_digest
+    def _identity(self) -> dict[str, Any]:
+        """What the engines of all ranks must have in common."""
+        from safelight.distributed.agreement import folder_digest
 
-        values = {"dtype": self.dtype, "check_attention": self._check, "plan": _kernels(self.plan())}
-        agree(mesh.world, {"model": folder_digest(self._checkpoint.folder), **values})
+        return {
+            "model": folder_digest(self._checkpoint.folder),
+            "dtype": self.dtype,
+            "check_attention": self._check,
+            "plan": _kernels(self.plan()),
+        }
 
     def _bind(self, loaded: "LoadedPlan") -> None:
         """Give every attention layer the kernel that the plan names for it."""
@@ -306,10 +361,6 @@ class _Run:
         self.dtype = dtype
         self.report = report
         self.timings_s: dict[str, float] = {}
-
-    def check_cancelled(self) -> None:
-        if self.request.cancel is not None:
-            self.request.cancel.raise_if_cancelled()
 
     def encode(self) -> tuple[Any, tuple[str, ...]]:
         """The text as the pipeline wants it, and warnings."""
@@ -341,7 +392,7 @@ class _Run:
             latents += state.latents.split(1)
         return latents
 
-    def decode(self, latents: "Sequence[torch.Tensor]") -> "list[NDArray[np.uint8]]":
+    def decode(self, latents: "Sequence[torch.Tensor]", cancel: CancelToken | None) -> "list[NDArray[np.uint8]]":
         """The frames of every output, uint8 [frames, height, width, 3]; one at a time, for the memory they take."""
         import torch
 
@@ -349,7 +400,8 @@ class _Run:
         tell(0, len(latents))
         clips = []
         for i, latents_BCFHW in enumerate(latents):
-            self.check_cancelled()
+            if cancel is not None:
+                cancel.raise_if_cancelled()
 
             def decoded(step: int, num_steps: int, i: int = i) -> None:
                 tell(i * num_steps + step, len(latents) * num_steps)
@@ -384,6 +436,13 @@ class _Run:
         remedy = f"try {' or '.join(tries)}" if tries else "the model's weights may be damaged"
         lines = self.plan.lines()
         return GenerationError(f"{what} ({'; '.join(lines)}, dtype {self.dtype}); {remedy}", plan=lines, **where)
+
+
+def agreed(mesh: "Mesh", make: Callable[[], T], values: Callable[[T], Mapping[str, Any]]) -> T:
+    """What `make()` gives, where the ranks of a mesh agree on `values` of it."""
+    from safelight.distributed.agreement import agree
+
+    return agree(mesh.world, make, values)
 
 
 def _log_plan(plan: AttentionPlan) -> None:

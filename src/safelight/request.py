@@ -39,7 +39,7 @@ class CancelToken:
 
     def raise_if_cancelled(self) -> None:
         """Raise Cancelled if someone asked."""
-        if self._event.is_set():
+        if self.is_cancelled:
             raise Cancelled("the request was cancelled")
 
 

@@ -1,6 +1,5 @@
 """Cells of parallel attention: a layer, its inputs, a grid; and what one process makes of them."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from safelight.attention import AttentionRequirements, Layout, declared_backends
 from safelight.attention.grid import Grid, shard_lengths
-from safelight.attention.parallel import Link, causal_slice, sequence_parallel
+from safelight.attention.parallel import Link, over_ranks
 
 ROLES = ("self", "cross", "joint, text first", "joint, text last")
 MASKS = ("no mask", "key padding", "causal")
@@ -53,8 +52,8 @@ class Cell:
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             role=role,  # type: ignore[arg-type]
-            causal=self.mask == "causal",
-            mask="key_padding" if self.mask == "key padding" else "none",
+            causal="causal" in self.mask,
+            mask="key_padding" if "key padding" in self.mask else "none",
             equal_lengths=role != "cross",
             replicated_keys=role == "cross",
         )
@@ -78,7 +77,7 @@ class Cell:
 
         q, k, v = draw(length, self.heads), draw(keys, self.kv_heads), draw(keys, self.kv_heads)
         mask = None
-        if self.mask == "key padding":
+        if "key padding" in self.mask:
             # Each row hides others, and one of them so many at the end that a rank may have none left.
             mask = torch.rand(self.batch, keys, generator=generator) < 0.7
             mask[:, keys // 2 :] &= torch.arange(self.batch)[:, None] > 0
@@ -94,18 +93,14 @@ def grid_cells() -> list[Cell]:
     ]
 
 
-def attention(cell: Cell, ulysses: Link, ring: Link, *, make: Callable[..., Any] = sequence_parallel) -> Any:
+def attention(cell: Cell, ulysses: Link, ring: Link, *, make: Callable[..., Any] = over_ranks) -> Any:
     """The cell's kernel on a rank."""
     kernel = declared_backends()["sdpa"].load
     assert kernel is not None
-    bound = kernel(cell.grid.local(cell.requirements))
-    if cell.role == "cross":
-        own = ring.rank * ulysses.size + ulysses.rank
-        return causal_slice(bound, lambda shards: sum(shards[:own])) if cell.requirements.causal else bound
-    return make(bound, ulysses, ring)
+    return make(kernel(cell.grid.local(cell.requirements)), cell.requirements, ulysses, ring)
 
 
-def on_rank(cell: Cell, ulysses: Link, ring: Link, *, make: Callable[..., Any] = sequence_parallel) -> Tensor:
+def on_rank(cell: Cell, ulysses: Link, ring: Link, *, make: Callable[..., Any] = over_ranks) -> Tensor:
     """The output on one rank: of its slice, with the text where the sequence has it."""
     q, k, v, mask = cell.inputs()
     own = ring.rank * ulysses.size + ulysses.rank
@@ -138,7 +133,7 @@ def of_one_process(cell: Cell) -> Tensor:
     q, k, v, mask = cell.inputs()
     kernel = declared_backends()["sdpa"].load
     assert kernel is not None
-    need = dataclasses.replace(cell.requirements)
+    need = cell.requirements
     out: Tensor = kernel(need)(q, k, v, causal=need.causal, mask=mask)
     return out
 

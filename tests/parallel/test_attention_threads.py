@@ -27,6 +27,13 @@ def test_every_cell_equals_one_process(cell) -> None:
     assert worst(cell) < TOLERANCE
 
 
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("role", ROLES)
+def test_key_padding_and_causal_together_equal_one_process(grid, role) -> None:
+    cell = Cell(ulysses=grid[0], ring=grid[1], role=role, mask="key padding, causal", tokens=29, batch=3)
+    assert worst(cell) < TOLERANCE
+
+
 @given(
     grid=st.sampled_from([*GRIDS, (1, 1), (1, 3), (3, 1), (2, 3), (1, 5)]),
     role=st.sampled_from(ROLES),
@@ -133,6 +140,11 @@ FAULTS = {
         "[:, :, 0] for x in (q, k, v)]",
         ("joint, text first", "no mask"),
     ),
+    "every slice of the queries is taken for the first": (
+        "causal_slice(kernel, ring_link.rank * ulysses_link.size + ulysses_link.rank)",
+        "causal_slice(kernel, 0)",
+        ("cross", "causal"),
+    ),
     "text after the sequence is taken for text before it": (
         "return layout.shards, end - start, start == 0",
         "return layout.shards, end - start, True",
@@ -151,4 +163,4 @@ def test_a_planted_fault_shows(what) -> None:
     exec(compile(source.replace(old, new), f"{original.__file__} ({what})", "exec"), module.__dict__)
     cell = Cell(ulysses=2, ring=2, role=role, mask=mask, tokens=28, batch=3)
     assert worst(cell) < TOLERANCE
-    assert worst(cell, module.sequence_parallel) > 100 * TOLERANCE
+    assert worst(cell, module.over_ranks) > 100 * TOLERANCE

@@ -1,17 +1,15 @@
 """The engine over several ranks: the same latents and file on every grid, and ranks that agree before they start."""
 
-import contextlib
 import dataclasses
 import math
 
 import pytest
 import torch
 
-from safelight import Engine, Request
+from safelight import CancelToken, Engine, Request
 from safelight.attention.grid import Grid
 from safelight.attention.volume import step_volumes
-from safelight.distributed.links import GroupLink
-from safelight.errors import RequestError
+from safelight.errors import Cancelled, RequestError
 from safelight.media import save_result
 from safelight.planning import check_model
 from tests.parallel.gloo import mesh, on_processes
@@ -32,45 +30,51 @@ GRIDS = {
 }
 
 
-@contextlib.contextmanager
-def counted_bytes():
-    """A list that gets the bytes of everything that a link hands to other ranks."""
-    sent = []
-    exchange, pass_on, gather = GroupLink.exchange, GroupLink.pass_on, GroupLink.gather
+class CountingLink:
+    """A link that counts the bytes that it is given for other ranks."""
 
-    def counted_exchange(self, send, send_lengths, receive_lengths):
-        sent.append(send.nbytes * (sum(send_lengths) - send_lengths[self.rank]) // max(1, sum(send_lengths)))
-        return exchange(self, send, send_lengths, receive_lengths)
+    def __init__(self, link):
+        self.link, self.rank, self.size = link, link.rank, link.size
+        self.sent_bytes = 0
 
-    def counted_pass(self, send, receive):
-        sent.append(send.nbytes)
-        return pass_on(self, send, receive)
+    def exchange(self, send, send_lengths, receive_lengths):
+        self.sent_bytes += sum(part.nbytes for i, part in enumerate(send.split(send_lengths)) if i != self.rank)
+        return self.link.exchange(send, send_lengths, receive_lengths)
 
-    def counted_gather(self, x, lengths, dim=1):
-        sent.append((self.size - 1) * x.nbytes // x.shape[dim] * max(lengths))
-        return gather(self, x, lengths, dim)
+    def pass_on(self, send, receive):
+        self.sent_bytes += send.nbytes
+        return self.link.pass_on(send, receive)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupLink, "exchange", counted_exchange)
-        patch.setattr(GroupLink, "pass_on", counted_pass)
-        patch.setattr(GroupLink, "gather", counted_gather)
-        yield sent
+    def gather(self, x, lengths, dim=1):
+        longest = x.narrow(dim, 0, 1).nbytes * max(lengths)  # every rank's slice is padded to it
+        self.sent_bytes += (self.size - 1) * longest
+        return self.link.gather(x, lengths, dim)
+
+
+def counting(mesh):
+    """A mesh whose links count, but for the one that agreements go over."""
+    names = ("sequence", "ulysses", "ring", "branches")
+    return dataclasses.replace(mesh, **{name: CountingLink(getattr(mesh, name)) for name in names})
+
+
+def sent_bytes(mesh):
+    return sum(getattr(mesh, name).sent_bytes for name in ("sequence", "ulysses", "ring", "branches"))
 
 
 def generated(rank, grid, folder, **options):
     """The latents, the frames, the files and the plan on a rank."""
-    here = None if grid == (1, 1, 1) else mesh(*grid)
+    here = None if grid == (1, 1, 1) else counting(mesh(*grid))
     engine = Engine.from_pretrained(device="cpu", mesh=here, **options)
     result = engine.generate(PROMPT, **REQUEST)
     pipeline, request = engine._pipeline, result.request
     text, _ = pipeline.encode(request)
-    with counted_bytes() as sent:
-        *_, state = pipeline.denoise(request, text, [request.seed, request.seed + 1])
+    before = 0 if here is None else sent_bytes(here)
+    *_, state = pipeline.denoise(request, text, [request.seed, request.seed + 1])
     if result.outputs:
         result = save_result(result, folder / f"{'-'.join(map(str, grid))}.mp4")
     return {
         "latents": state.latents,
-        "sent": sum(sent),
+        "sent": 0 if here is None else sent_bytes(here) - before,
         "frames": [torch.from_numpy(output.pixels) for output in result.outputs],
         "files": [output.path.name for output in result.outputs],
         "checks": [str(check) for check in result.attention_checks],
@@ -129,7 +133,7 @@ def test_a_step_sends_the_bytes_that_explain_says(name, ranks) -> None:
     # Both outputs in one batch.
     both = {name: dataclasses.replace(one, rows=2 * one.rows) for name, one in sequences.items()}
     (step,) = step_volumes(checkpoint.layer_groups("float32"), grid, both)
-    assert max(found["sent"] for found in everywhere) == REQUEST["num_steps"] * step.total > 0
+    assert max(found["sent"] for found in everywhere) == REQUEST["num_steps"] * step.total_bytes > 0
 
 
 @pytest.mark.slow
@@ -148,8 +152,8 @@ def disagreements(rank):
         try:
             function()
             found[name] = None
-        except RequestError as error:
-            found[name] = error.message
+        except (Cancelled, RequestError) as error:
+            found[name] = f"{type(error).__name__}: {error.message}"
 
     engine = Engine.from_pretrained(device="cpu", mesh=here)
     small = {"width": 64, "height": 64, "num_frames": 1, "num_steps": 1}
@@ -160,6 +164,15 @@ def disagreements(rank):
     told("dtype", lambda: Engine.from_pretrained(device="cpu", dtype=["float32", "bfloat16"][rank], mesh=here))
     told("guidance", lambda: Engine.from_pretrained(device="cpu", mesh=mesh(1, 1, 2)).generate("a", guidance_scale=1))
     told("world", lambda: mesh(2, 2))
+    # One rank refuses what another doesn't, all refuse the same, one is told to stop: nobody waits for anybody.
+    told("width", lambda: engine.generate("a red circle", **{**small, "width": 64 + rank}))
+    told("widths", lambda: engine.generate("a red circle", **{**small, "width": 65}))
+    told("kernel", lambda: engine.generate("a red circle", attention={"": ["sdpa", "flash3"][rank]}, **small))
+    told("model", lambda: Engine.from_pretrained([None, "/nowhere"][rank], device="cpu", mesh=here))
+    token = CancelToken()
+    if rank == 1:
+        token.cancel()
+    told("cancel", lambda: engine.generate("a red circle", cancel=token, **small))
     seeds = [
         engine.generate("a red circle", **small).request.seed,
         engine.generate("a red circle", seed=None if rank else 5, **small).request.seed,
@@ -172,7 +185,7 @@ def test_ranks_agree_before_they_start(tmp_path) -> None:
     (first, seeds), (second, other_seeds) = on_processes(2, disagreements, tmp_path)
     assert first == second, "every rank is told the same"
     assert first["prompt"].startswith(
-        "the ranks don't agree: prompt is 'a blue circle' on rank 1 and 'a red circle' on rank 0;"
+        "AgreementError: the ranks don't agree: prompt is 'a blue circle' on rank 1 and 'a red circle' on rank 0;"
     )
     assert "seed is 1 on rank 1 and 0 on rank 0" in first["seed"]
     assert "num_steps is 2 on rank 1 and 1 on rank 0" in first["steps"]
@@ -182,5 +195,11 @@ def test_ranks_agree_before_they_start(tmp_path) -> None:
         "transformer runs one guidance branch (a guidance scale above 1 makes two), which cfg_parallel 2 doesn't split"
         in first["guidance"]
     )
-    assert "a grid of 4 ranks (cfg_parallel x ulysses x ring), 2 were started" in first["world"]
+    assert "a grid of 4 ranks (cfg_parallel x ring x ulysses), 2 were started" in first["world"]
+    assert first["width"].startswith("AgreementError: the ranks don't agree: width is 65 on rank 1 and 64 on rank 0")
+    assert first["widths"].startswith("RequestError: width is 65; this model needs a multiple of 16")
+    assert "AgreementError" in first["kernel"] and "attention is {'': 'flash3'} on rank 1" in first["kernel"]
+    assert "AgreementError: the ranks don't agree: error is \"model '/nowhere': no such" in first["model"]
+    assert "on rank 1 and none on rank 0" in first["model"]
+    assert first["cancel"] == "Cancelled: the request was cancelled"
     assert seeds == other_seeds and seeds[1] == 5, "what has no seed takes the first rank's"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from safelight.config import Launch
+from safelight.errors import RequestError
 from safelight.media import read_metadata
 from tests.rules.source import ROOT
 from tests.unit.media_results import decoded as frames_of
@@ -148,10 +151,16 @@ def test_nodes_that_do_not_agree_are_told_once(tmp_path) -> None:
     [
         ("1 load 1 raise", 1, "safelight: error: rank 1 in load 1/3: planted"),
         ("1 denoise 2 raise", 1, "safelight: error: rank 1 in denoise 2/4: planted"),
-        ("1 denoise 2 bug", 1, "safelight: error: rank 1 ended with exit status 1 in denoise 2/4"),
+        ("1 denoise 2 bug", 1, "safelight: error: rank 1 in denoise 2/4: LookupError: planted"),
+        ("1 denoise 2 slow-bug", 1, "safelight: error: rank 1 in denoise 2/4: LookupError: planted"),
+        ("1 denoise 2 slow-exit", 7, "safelight: error: rank 1 ended with exit status 7 in denoise 2/4"),
         ("1 denoise 2 exit", 7, "safelight: error: rank 1 ended with exit status 7 in denoise 2/4"),
         ("0 denoise 2 exit", 7, "safelight: error: rank 0 ended with exit status 7 in denoise 2/4"),
-        ("1 denoise 3 kill", 137, "safelight: error: rank 1 died with SIGKILL, as a system does that is out of memory"),
+        (
+            "1 denoise 3 kill",
+            137,
+            "rank 1 died with SIGKILL in denoise 3/4, which a system sends that is out of memory",
+        ),
     ],
 )
 def test_dx_020_the_end_of_a_rank_is_the_end_of_all_with_its_own_error(fault, status, says, tmp_path) -> None:
@@ -181,7 +190,9 @@ def test_dx_020_a_rank_that_hangs_is_named_after_the_limit_that_was_asked_for(tm
 @pytest.mark.parametrize(
     ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_dx_020_no_rank_is_left_when_the_program_is_stopped(signum, status, tmp_path) -> None:
+def test_dx_020_no_rank_is_left_when_the_program_is_stopped(signum, status, tmp_path, monkeypatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     process = start(tmp_path, "--ulysses", "2", fault="1 denoise 2 hang")
     assert process.stderr is not None
     for line in process.stderr:
@@ -194,7 +205,8 @@ def test_dx_020_no_rank_is_left_when_the_program_is_stopped(signum, status, tmp_
     assert process.returncode == status
     assert time.monotonic() - started_s < LIMIT_S
     assert all_gone(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
+    assert list((tmp_path / "temporary").glob("safelight*")) == []
 
 
 @pytest.mark.parametrize(
@@ -204,6 +216,8 @@ def test_dx_020_no_rank_is_left_when_the_program_is_stopped(signum, status, tmp_
         (("--ulysses", "8"), "with 8 ranks these work: ulysses 4 x ring 2, "),
         (("--ulysses", "0"), "--ulysses is 0; it must be a whole number of at least 1"),
         (("--ring=-1",), "--ring is -1; it must be a whole number of at least 1"),
+        (("--ring", "2", "--rank-timeout", "1e20"), "--rank-timeout is 1e+20; give a number of seconds above 0, up to"),
+        (("--ring", "200000"), "has 32 tokens for 200000 ranks; with 64 ranks these work: cfg_parallel 2 x ulysses 4"),
         (("--ring", "2", "--device", "cpu:1"), "'cpu:1' is one device, and 2 ranks take one each"),
     ],
 )
@@ -216,7 +230,7 @@ def test_dx_035_what_does_not_divide_is_refused_before_anything_starts(arguments
 
 @pytest.mark.parametrize(("world", "grid"), [("2", "4"), ("8", "4"), ("4", "1")])
 def test_dx_095_a_world_that_is_not_the_product_is_refused_with_the_formula(world, grid, tmp_path, monkeypatch) -> None:
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": world}.items():
+    for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": world}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -225,6 +239,25 @@ def test_dx_095_a_world_that_is_not_the_product_is_refused_with_the_formula(worl
     assert status == 2
     assert f"{world} processes were started" in err
     assert f"is a grid of {grid}; the product cfg_parallel x ring x ulysses must be {world}" in err
+    assert "these work" not in err
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"RANK": "x"}, "`RANK` is 'x'; a launcher sets whole numbers"),
+        ({"MASTER_PORT": "abc"}, "`MASTER_PORT` is 'abc'; a launcher sets whole numbers"),
+        ({"RANK": "2"}, "RANK=2, LOCAL_RANK=1, WORLD_SIZE=2, MASTER_PORT=29500 can't be a launcher's"),
+        ({"SAFELIGHT_RANK": "{"}, "`SAFELIGHT_RANK` is Safelight's own"),
+        ({"SAFELIGHT_RANK": '{"no": 1}'}, "`SAFELIGHT_RANK` is Safelight's own"),
+    ],
+)
+def test_what_no_launcher_sets_is_refused(changed, says, tmp_path, monkeypatch) -> None:
+    usual = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in {**usual, **changed}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RequestError, match=re.escape(says)):
+        Launch.from_environment()
 
 
 def test_dx_095_guidance_with_one_branch_is_not_split(tmp_path) -> None:

@@ -28,7 +28,7 @@ def computed(cell):
     return (
         ulysses_bytes(need, grid, **sizes, text=text),
         ring_bytes(need, grid, **sizes),
-        call_volume(need, grid, sequence).total,
+        call_volume(need, grid, sequence).total_bytes,
     )
 
 
@@ -105,7 +105,7 @@ def test_layers_that_every_rank_runs_alike_send_nothing(change) -> None:
     need = dataclasses.replace(cell.requirements, **change)
     sizes = {"batch": 1, "tokens": 9, "itemsize": 4}
     assert ulysses_bytes(need, cell.grid, **sizes) == ring_bytes(need, cell.grid, **sizes) == (0, 0, 0, 0)
-    assert call_volume(need, cell.grid, SharedSequence(rows=1, tokens=9, channels=1)).total == 0
+    assert call_volume(need, cell.grid, SharedSequence(rows=1, tokens=9, channels=1)).total_bytes == 0
 
 
 @pytest.mark.parametrize("tokens", [24, 29])

@@ -5,9 +5,11 @@ import json
 import pytest
 
 from safelight.attention import declared_backends
-from safelight.errors import CheckpointError
-from safelight.planning import check_model, plan_model
+from safelight.attention.grid import Grid
+from safelight.errors import CheckpointError, RequestError
+from safelight.planning import check_model, check_parallel, plan_model, sharing_of
 from safelight.platforms import load_machine
+from safelight.request import Request
 from tests.unit.site_packages import install
 
 FAMILY = """
@@ -70,6 +72,16 @@ def test_one_that_does_not_load_is_told_where_it_is_missed(model, acme) -> None:
         "the plug-in acme = acme_broken:FAMILY of acme-models 1.0 doesn't load: OSError: libacme.so: cannot open"
     )
     assert check_model(None).layer_groups("float32"), "it ends no run that doesn't ask for it"
+
+
+def test_one_that_says_nothing_of_ranks_runs_on_one(model, acme) -> None:
+    acme(FAMILY)
+    for refused in (
+        lambda: sharing_of(model, Request(prompt="a cat"), Grid(ring=2)),
+        lambda: check_parallel(check_model(model), Grid(ring=2), Request(prompt="a cat")),
+    ):
+        with pytest.raises(RequestError, match=r"model is of a family that doesn't run on several ranks"):
+            refused()
 
 
 def test_it_cannot_take_a_built_in_pipeline_s_place(acme) -> None:

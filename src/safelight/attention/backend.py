@@ -3,6 +3,7 @@
 A file in `attention/backends/` holds one declaration named BACKEND and imports neither torch nor a vendor's package.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,6 +63,13 @@ class Layout:
     def longest(self) -> tuple[int, int]:
         """The most queries and the most keys that a document has."""
         return _longest(self.starts), _longest(self.key_starts)
+
+    def with_shards(self, shards: tuple[int, ...] | None) -> Self:
+        """The same layout over other shards; what is known of the documents stays known."""
+        other = dataclasses.replace(self, shards=shards)
+        if self.offsets is not None:
+            other.__dict__.update(starts=self.starts, key_starts=self.key_starts)
+        return other
 
     @classmethod
     def of_documents(

@@ -1,5 +1,6 @@
 """How the ranks of a parallel run share the work: Ulysses by heads, ring by tokens, halves by guidance branch."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -24,14 +25,12 @@ class Grid:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {value!r}; it must be {allowed}"
-            for name, value, allowed, fits in (
-                ("ulysses", self.ulysses, "a whole number of at least 1", _is_count(self.ulysses)),
-                ("ring", self.ring, "a whole number of at least 1", _is_count(self.ring)),
-                ("cfg_parallel", self.cfg, "1 or 2, since guidance has two branches", self.cfg in (1, 2)),
-            )
-            if not fits
+            f"{name} is {value!r}; it must be a whole number of at least 1"
+            for name, value in (("ulysses", self.ulysses), ("ring", self.ring))
+            if not (type(value) is int and value >= 1)
         ]
+        if not (type(self.cfg) is int and self.cfg in (1, 2)):
+            problems.append(f"cfg_parallel is {self.cfg!r}; it must be 1 or 2, since guidance has two branches")
         if problems:
             raise RequestError("; ".join(problems), problems=problems)
 
@@ -107,17 +106,16 @@ def check_grid(
 
     `sequences` are what a request makes of the components, where that is known.
     """
-    sharded = [need for need in needs if is_sharded(need)]
+    split = [need for need in needs if not need.is_auxiliary]
     shared = dict(sequences or {})
-    problems = _problems(grid, sharded, shared)
+    problems = _problems(grid, split, shared)
     if not problems:
         return
-    fits = [other for other in _grids_of(grid.num_ranks) if not _problems(other, sharded, shared)]
-    # For fewer ranks, where none of this many works: the most that do.
-    for num_ranks in range(grid.num_ranks - 1, 0, -1):
-        if fits:
-            break
-        fits = [other for other in _grids_of(num_ranks) if not _problems(other, sharded, shared)]
+    # For fewer ranks, where none of this many works: the most that do. More than two for each token never do.
+    most = max((2 * sequence.tokens for sequence in shared.values()), default=grid.num_ranks)
+    counts = (grid.num_ranks, *range(min(grid.num_ranks - 1, most), 0, -1))
+    of_each = ([other for other in grids_of(count) if not _problems(other, split, shared)] for count in counts)
+    fits: list[Grid] = next(filter(None, of_each), [])
     ranks = fits[0].num_ranks if fits else 0
     remedy = (
         f"with {ranks} rank{'s' * (ranks != 1)} these work: {', '.join(map(str, fits))}" if fits else "no grid works"
@@ -130,16 +128,39 @@ def check_grid(
     )
 
 
-def _problems(
-    grid: Grid, sharded: Iterable[AttentionRequirements], sequences: Mapping[str, SharedSequence]
-) -> list[str]:
+def grids_of(num_ranks: int) -> list[Grid]:
+    """Every grid of so many ranks: without cfg parallel first, which serve any guidance, and more Ulysses first."""
+    return [
+        Grid(ulysses=ulysses, ring=num_ranks // cfg // ulysses, cfg=cfg)
+        for cfg in (1, 2)
+        if num_ranks % cfg == 0
+        for ulysses in _divisors(num_ranks // cfg)
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    """All of them, the largest first."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)}, reverse=True)
+
+
+def _problems(grid: Grid, split: Iterable[AttentionRequirements], sequences: Mapping[str, SharedSequence]) -> list[str]:
     found: dict[str, None] = {}
     for component, sequence in sequences.items():
         if sequence.rows < grid.cfg:
             one = "one guidance branch (a guidance scale above 1 makes two)"
             found[f"{component} runs {one}, which cfg_parallel {grid.cfg} doesn't split"] = None
-    for need in sharded if grid.num_shards > 1 else ():
+    for need in split if grid.num_shards > 1 else ():
         layer = f"{need.component}.{need.role}"
+        if need.mask in ("dense", "bias"):
+            found[f"{layer} has a mask for every query and key ({need.mask}), which isn't split"] = None
+        if need.packed_varlen and (grid.ring > 1 or need.replicated_keys):
+            how = "are on every rank as a whole" if need.replicated_keys else "aren't split by a ring"
+            found[f"{layer} has packed documents, which {how}"] = None
+        if not is_sharded(need):
+            continue
+        if need.needs_lse:
+            found[f"{layer} gives its log-sum-exp, which isn't gathered"] = None
         if need.num_heads % grid.ulysses:
             found[f"{layer} has {need.num_heads} heads, which ulysses {grid.ulysses} doesn't divide"] = None
         elif need.num_kv_heads % grid.ulysses:
@@ -147,27 +168,8 @@ def _problems(
             found[f"{layer} has {heads}, which ulysses {grid.ulysses} doesn't divide"] = None
         if need.role == "cross":
             found[f"{layer} doesn't say that every rank has its keys"] = None
-        if need.mask in ("dense", "bias"):
-            found[f"{layer} has a mask for every query and key ({need.mask}), which isn't split"] = None
-        if need.packed_varlen and grid.ring > 1:
-            found[f"{layer} has packed documents, which a ring doesn't split"] = None
         sequence_of = sequences.get(need.component)
         if sequence_of is not None and sequence_of.tokens < grid.num_shards:
             few = f"{sequence_of.tokens} token{'s' * (sequence_of.tokens != 1)}"
             found[f"{layer} has {few} for {grid.num_shards} ranks"] = None
     return list(found)
-
-
-def _grids_of(num_ranks: int) -> list[Grid]:
-    """Every grid of so many ranks; those without cfg parallel first, which serve any guidance."""
-    return [
-        Grid(ulysses=ulysses, ring=num_ranks // cfg // ulysses, cfg=cfg)
-        for cfg in (1, 2)
-        if num_ranks % cfg == 0
-        for ulysses in range(num_ranks // cfg, 0, -1)
-        if num_ranks // cfg % ulysses == 0
-    ]
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1

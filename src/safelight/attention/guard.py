@@ -86,7 +86,9 @@ class Guard:
             layout: Layout | None = None,
         ) -> Any:
             is_packed = layout is not None and layout.offsets is not None
-            kind = _Kind(requirements, backend.name, (None if mask is None else (mask.ndim, mask.dtype), is_packed))
+            kind = _Kind(
+                requirements, backend.name, (None if mask is None else (mask.ndim, mask.dtype), causal, is_packed)
+            )
             options: dict[str, Any] = {"scale": scale, "causal": causal, "mask": mask, "layout": layout}
             if self._mode == "first" and kind in self._settled:
                 return kernel(q, k, v, **options)

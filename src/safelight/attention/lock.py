@@ -34,8 +34,9 @@ def check_lock(locked: AttentionPlan, plan: AttentionPlan) -> None:
     found = differences(locked, plan)
     if found:
         listed = "".join(f"\n  {line}" for line in found)
+        other = "" if locked.grid == plan.grid else "ask for its grid, or "
         raise RequestError(
-            f"the attention plan isn't the locked one; lock it anew with safelight explain --lock FILE:{listed}",
+            f"the attention plan isn't the locked one; {other}lock it anew with safelight explain --lock FILE:{listed}",
             differences=found,
         )
 
@@ -49,7 +50,9 @@ def differences(locked: AttentionPlan, plan: AttentionPlan) -> list[str]:
     """
     before = {_kind(layer): layer for layer in locked.layers}
     after = {_kind(layer): layer for layer in plan.layers}
-    found = [] if locked.grid == plan.grid else [f"grid: locked {locked.grid}, now {plan.grid}"]
+    if locked.grid != plan.grid:  # what layers ask for differs with it
+        return [f"grid: locked {locked.grid}, now {plan.grid}"]
+    found = []
     for kind in dict.fromkeys((*before, *after)):
         was, is_now = before.get(kind), after.get(kind)
         texts = ["none" if layer is None else _kernel(layer) for layer in (was, is_now)]

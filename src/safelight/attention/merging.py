@@ -1,4 +1,7 @@
-"""Merging attention over two sets of keys by their log-sum-exp, as in ring attention (Milakov and Gimelshein 2018)."""
+"""Merging attention over two sets of keys by their log-sum-exp, as in ring attention.
+
+The rule is that of Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", arXiv 1805.02867.
+"""
 
 import torch
 from torch import Tensor

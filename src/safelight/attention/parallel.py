@@ -2,17 +2,18 @@
 
 Ulysses (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509) exchanges tokens for heads before the kernel and
 back after it. Ring attention (Liu et al. 2023, arXiv 2310.01889) passes blocks of keys and values round and merges what
-the kernel gives for each. Together they make a grid (Fang and Zhao 2024, "USP", arXiv 2405.07719), Ulysses outside.
+the kernel gives for each. Together they make a grid (Fang and Zhao 2024, "USP", arXiv 2405.07719): a ring of Ulysses
+groups, each of which exchanges before and after its turns.
 
 Shapes: B batch, N tokens of this rank's slice, M tokens after Ulysses' exchange, T tokens that every rank has (text in
 joint attention), H query heads, K key and value heads, D head_dim, U and R the sizes of the two groups.
 
 The layout that these functions get is that of the whole sequence: `shards` says how many of its own tokens each rank
 holds, `text` where those are that every rank has, at the start or at the end. A key-padding mask is one of all keys, in
-the order of the sequence. Tokens that every rank has are attended to once, and come out the same on every rank.
+the order of the sequence. Tokens that every rank has are attended to once, and come out alike on every rank; with a
+ring but for the rounding of sums, which each rank makes in an order of its own.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -55,8 +56,7 @@ def over_ranks(kernel: AttentionFn, need: AttentionRequirements, ulysses_link: L
     if is_sharded(need):
         return sequence_parallel(kernel, ulysses_link, ring_link)
     if need.causal and not need.is_auxiliary:
-        place = ring_link.rank * ulysses_link.size + ulysses_link.rank
-        return causal_slice(kernel, lambda shards: sum(shards[:place]))
+        return causal_slice(kernel, ring_link.rank * ulysses_link.size + ulysses_link.rank)
     return kernel
 
 
@@ -66,9 +66,7 @@ def sequence_parallel(kernel: AttentionFn, ulysses_link: Link, ring_link: Link) 
     `kernel` is bound for what `Grid.local` says; with a ring it returns (out, lse).
     """
     inner = kernel if ring_link.size == 1 else ring(kernel, ring_link)
-    if ulysses_link.size == 1:
-        return inner if ring_link.size > 1 else kernel
-    return ulysses(inner, ulysses_link, ring_link.rank)
+    return inner if ulysses_link.size == 1 else ulysses(inner, ulysses_link, ring_link.rank)
 
 
 def ulysses(kernel: AttentionFn, link: Link, group: int = 0) -> AttentionFn:
@@ -90,7 +88,8 @@ def ulysses(kernel: AttentionFn, link: Link, group: int = 0) -> AttentionFn:
         mask: Tensor | None = None,
         layout: Layout | None = None,
     ) -> Tensor:
-        shards, text, is_first = _slices(layout, q)
+        assert layout is not None, "nothing says which rank holds what"
+        shards, text, is_first = _slices(layout)
         mine = shards[group * size : (group + 1) * size]
         batch, head_dim = q.shape[0], q.shape[3]
         heads, kv_heads = q.shape[2] // size, k.shape[2] // size
@@ -108,7 +107,7 @@ def ulysses(kernel: AttentionFn, link: Link, group: int = 0) -> AttentionFn:
             texts = [x[:, at].unflatten(2, (size, -1))[:, :, link.rank] for x in (q, k, v)]
             own = [torch.cat((t, x) if is_first else (x, t), dim=1) for t, x in zip(texts, own, strict=True)]
         groups = tuple(sum(shards[i : i + size]) for i in range(0, len(shards), size))
-        layout = None if layout is None else dataclasses.replace(layout, shards=groups if len(groups) > 1 else None)
+        layout = layout.with_shards(groups if len(groups) > 1 else None)
         out = kernel(*own, scale=scale, causal=causal, mask=mask, layout=layout)
 
         # Back: every rank gets its tokens, and all of the text, from each of the heads: [U, N + T, B, heads, D].
@@ -141,11 +140,12 @@ def ring(kernel: AttentionFn, link: Link) -> AttentionFn:
         mask: Tensor | None = None,
         layout: Layout | None = None,
     ) -> Tensor:
-        blocks, text, is_first = _slices(layout, q)
+        assert layout is not None, "nothing says which rank holds what"
+        blocks, text, is_first = _slices(layout)
         length = k.shape[1] - text
         here = slice(text, None) if is_first else slice(0, length)
         starts = [(text if is_first else 0) + sum(blocks[:i]) for i in range(size)]
-        inner = Layout(step=layout.step, layer=layout.layer) if layout is not None else None
+        inner = Layout(step=layout.step, layer=layout.layer)
 
         def attend_to(keys: Tensor, values: Tensor, rows: slice, block: int, **how: Any) -> tuple[Tensor, Tensor]:
             columns = None
@@ -185,10 +185,10 @@ def ring(kernel: AttentionFn, link: Link) -> AttentionFn:
     return attend
 
 
-def causal_slice(kernel: AttentionFn, first: Callable[[Sequence[int]], int]) -> AttentionFn:
+def causal_slice(kernel: AttentionFn, place: int) -> AttentionFn:
     """A causal kernel for a slice of the queries where every rank has all keys: it is given those up to its last query.
 
-    `first` says, of the shards, which token the slice begins with.
+    `place` is the rank's among those that share the sequence.
     """
 
     def attend(
@@ -203,7 +203,7 @@ def causal_slice(kernel: AttentionFn, first: Callable[[Sequence[int]], int]) -> 
     ) -> Any:
         if causal and layout is not None and layout.shards is not None:
             # Aligned at the bottom right: the last of all queries sees every key.
-            last = max(0, first(layout.shards) + q.shape[1] + k.shape[1] - sum(layout.shards))
+            last = max(0, sum(layout.shards[:place]) + q.shape[1] + k.shape[1] - sum(layout.shards))
             k, v = k[:, :last], v[:, :last]
             mask = None if mask is None else mask[..., :last]
         return kernel(q, k, v, scale=scale, causal=causal, mask=mask, layout=layout)
@@ -211,9 +211,9 @@ def causal_slice(kernel: AttentionFn, first: Callable[[Sequence[int]], int]) -> 
     return attend
 
 
-def _slices(layout: Layout | None, q: Tensor) -> tuple[Sequence[int], int, bool]:
+def _slices(layout: Layout) -> tuple[Sequence[int], int, bool]:
     """The shards, how many tokens every rank has, and whether those come first."""
-    assert layout is not None and layout.shards is not None, "nothing says which rank holds what"
+    assert layout.shards is not None, "nothing says which rank holds what"
     if layout.text is None:
         return layout.shards, 0, True
     start, end = layout.text

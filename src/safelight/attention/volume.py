@@ -87,15 +87,16 @@ def gather_bytes(grid: Grid, *, batch: int, tokens: int, channels: int, itemsize
 class CallVolume:
     """The bytes that one rank sends, at most, in one call of a kind of layer, of which a step makes `count`.
 
-    With uneven slices the rank that sends the most by Ulysses needn't be the one that does round the ring: `total` is
-    the most that any one sends by both. Fang and Zhao 2024, "USP", arXiv 2405.07719, combine the two like this.
+    With uneven slices the rank that sends the most by Ulysses needn't be the one that does round the ring:
+    `total_bytes` are the most that any one sends by both, which Fang and Zhao 2024, "USP", arXiv 2405.07719, combine
+    like this.
     """
 
     role: str
     count: int
-    ulysses: int
-    ring: int
-    total: int
+    ulysses_bytes: int
+    ring_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,8 @@ class StepVolume:
     """What a step of a component costs each rank of a grid, in bytes sent at most.
 
     `tokens` are those of each rank of a branch, in their order, in `rows` each; `text` are those that all of them have
-    besides. `gather` is once a step for the output, and `branches` for the other guidance branch's.
+    besides. `output_bytes` are once a step for gathering the output, and `branch_bytes` for giving it to the other
+    branch.
     """
 
     component: str
@@ -111,17 +113,17 @@ class StepVolume:
     tokens: tuple[int, ...]
     text: int
     calls: tuple[CallVolume, ...]
-    gather: int
-    branches: int
+    output_bytes: int
+    branch_bytes: int
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """All that one rank sends in a step, at most."""
-        return sum(call.count * call.total for call in self.calls) + self.gather + self.branches
+        return sum(call.count * call.total_bytes for call in self.calls) + self.output_bytes + self.branch_bytes
 
     def to_json(self) -> dict[str, Any]:
         """The volume as plain data."""
-        return {**asdict(self), "total": self.total}
+        return {**asdict(self), "total_bytes": self.total_bytes}
 
 
 def call_volume(need: AttentionRequirements, grid: Grid, sequence: SharedSequence, *, count: int = 1) -> CallVolume:
@@ -131,7 +133,9 @@ def call_volume(need: AttentionRequirements, grid: Grid, sequence: SharedSequenc
     by_ulysses = ulysses_bytes(need, grid, batch=rows, tokens=tokens, text=text, itemsize=itemsize)
     by_ring = ring_bytes(need, grid, batch=rows, tokens=tokens, itemsize=itemsize)
     total = max(u + r for u, r in zip(by_ulysses, by_ring, strict=True))
-    return CallVolume(role=need.role, count=count, ulysses=max(by_ulysses), ring=max(by_ring), total=total)
+    return CallVolume(
+        role=need.role, count=count, ulysses_bytes=max(by_ulysses), ring_bytes=max(by_ring), total_bytes=total
+    )
 
 
 def step_volumes(
@@ -154,8 +158,8 @@ def step_volumes(
                 tokens=shard_lengths(tokens, grid.num_shards),
                 text=sequence.text,
                 calls=tuple(call_volume(group.requirements, grid, sequence, count=group.count) for group in own),
-                gather=gather_bytes(grid, batch=rows, tokens=tokens, channels=channels, itemsize=itemsize),
-                branches=(grid.cfg - 1) * rows * tokens * channels * _ITEMSIZES["float32"],
+                output_bytes=gather_bytes(grid, batch=rows, tokens=tokens, channels=channels, itemsize=itemsize),
+                branch_bytes=(grid.cfg - 1) * rows * tokens * channels * _ITEMSIZES["float32"],
             )
         )
     return tuple(found)

@@ -11,6 +11,7 @@ from safelight.cli import choices, parallel, values
 from safelight.cli.console import Console
 from safelight.cli.options import Argument, Command, CommandLine, Option, wrong_command_line
 from safelight.cli.progress import duration
+from safelight.config import Launch
 from safelight.errors import CheckpointError, OutputError, RequestError
 from safelight.request import Progress, Request, draw_seed
 
@@ -63,7 +64,7 @@ def run(
     plan_lock = _plan_lock(given["plan"], line.problems)
     rank = parallel.Rank(launch, console)
     with rank.telling():
-        request = _checked(request, given, model, sources, grid, line.problems, checkpoint_factory)
+        request = _checked(request, given, model, sources, grid, launch, line.problems, checkpoint_factory)
     if grid.num_ranks > 1 and launch is None:
         assert request.seed is not None
         parallel.start_ranks(line, grid, console, seed=request.seed, prompt=request.prompt)
@@ -90,7 +91,8 @@ def run(
             report=progress,
             **({} if mesh is None else {"mesh": mesh}),
         )
-        progress.say(f"{engine.model} on {engine.machine.platform} ({engine.machine.arch}), {engine.dtype}")
+        ranks = f", {grid.num_ranks} ranks: {grid}" if grid.num_ranks > 1 else ""
+        progress.say(f"{engine.model} on {engine.machine.platform} ({engine.machine.arch}), {engine.dtype}{ranks}")
         for text in engine.plan(request).lines():
             progress.say(text)
         if plan_lock is not None:
@@ -170,6 +172,7 @@ def _checked(
     model: str | None,
     sources: "Sources",
     grid: "Grid",
+    launch: Launch | None,
     problems: list[str],
     checkpoint_factory: "Callable[[str | None], Checkpoint]",
 ) -> Request:
@@ -187,7 +190,8 @@ def _checked(
             check_names(checkpoint.layer_groups("float32"), sources)
             if request is not None:
                 request = checkpoint.resolve(request)
-                check_parallel(checkpoint, grid, request)
+                if launch is None or launch.num_ranks == grid.num_ranks:  # else what would work is no answer
+                    check_parallel(checkpoint, grid, request)
         except CheckpointError as error:
             errors.append(error)
         except RequestError as error:

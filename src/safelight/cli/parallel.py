@@ -10,13 +10,15 @@ from safelight.cli.console import Console
 from safelight.cli.options import CommandLine, Option
 from safelight.cli.progress import ProgressDisplay, ProgressLines, progress_on
 from safelight.config import Launch, Settings
-from safelight.errors import AgreementError, RankError, RequestError, SafelightError
+from safelight.errors import AgreementError, GenerationError, RankError, RequestError, SafelightError
 from safelight.request import Progress
 
 if TYPE_CHECKING:
     from safelight.attention.grid import Grid
     from safelight.distributed.launch import Channel
     from safelight.distributed.mesh import Mesh
+
+MOST_TIMEOUT_S = 1_000_000
 
 ULYSSES = Option(
     flag="--ulysses",
@@ -76,8 +78,8 @@ def launch_of(given: Mapping[str, Any], grid: "Grid", settings: Settings, proble
             f"{grid.num_ranks}; the product {FORMULA} must be {num_ranks}"
         )
     timeout_s = given["rank_timeout"]
-    if timeout_s is not None and timeout_s <= 0:
-        problems.append(f"--rank-timeout is {timeout_s:g}; give a number of seconds above 0")
+    if timeout_s is not None and not 0 < timeout_s <= MOST_TIMEOUT_S:
+        problems.append(f"--rank-timeout is {timeout_s:g}; give a number of seconds above 0, up to {MOST_TIMEOUT_S}")
     if timeout_s is not None and num_ranks == 1:
         problems.append("--rank-timeout is for several ranks; give --ulysses, --ring or --cfg-parallel too")
     check_device(given["device"], settings, num_ranks, problems)
@@ -112,7 +114,7 @@ class Rank:
         if launch is not None and launch.channel is not None:
             from safelight.distributed import launch as launching
 
-            self._channel = launching.Channel(launch.channel)
+            self._channel = launching.Channel(launch.channel, launch.meeting)
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -127,10 +129,20 @@ class Rank:
                 self._channel.tell("error", error.to_json())
             elif self.is_first:
                 raise
-            # The first one tells what all raise; of a rank that is lost, itself has told, or its launcher does.
-            elif not isinstance(error, AgreementError | RankError):
+            # The first one tells what all raise; of a rank that is lost, itself has told, or its launcher does. A wrong
+            # request is told once on each machine.
+            elif not isinstance(error, AgreementError | RankError) and not (
+                isinstance(error, RequestError) and self.launch.local_rank > 0
+            ):
                 print(f"safelight: error on rank {self.launch.rank}: {error.message}", file=self._console.err)
             raise SystemExit(error.exit_status) from error
+        except Exception as error:
+            # Told before this process unwinds, which may take longer than the others take to miss it.
+            if self._channel is not None:
+                from safelight.catalog import cause_of
+
+                self._channel.tell("error", GenerationError(cause_of(error)).to_json())
+            raise
 
     def progress(self) -> ProgressDisplay:
         """The display of this process, which tells the parent as well."""

@@ -33,7 +33,8 @@ def sharing_in(
         beside = [option.flag for option in OPTIONS if given[option.key] is not None]
         if beside:
             problems.append(
-                f"{', '.join(beside)} matters on several ranks alone; give --ulysses, --ring or --cfg-parallel too"
+                f"{', '.join(beside)} can be given where ranks share the work; give --ulysses, --ring or "
+                "--cfg-parallel too, or leave it out"
             )
         return None
     width, height = given["size"] or (None, None)
@@ -65,27 +66,27 @@ def sharing_lines(sharing: "Sharing", grid: "Grid") -> Iterator[str]:
     """The tokens of each rank and the bytes that it sends, for people."""
     request = sharing.request
     frames = f"{request.num_frames} frame{'s' * (request.num_frames != 1)}"
-    guidance = f"guidance {request.guidance_scale:g}"
+    guidance = f"guidance {request.guidance_scale:.10g}"
     for volume in sharing.volumes:
-        branches = f"{volume.rows} guidance branch{'es' * (volume.rows != 1)}"
+        branches = "1 guidance branch" if volume.rows == 1 else f"each of {volume.rows} guidance branches"
         yield ""
         yield from wrapped(
             f"{volume.component}  ",
-            f"{request.width}x{request.height}, {frames}, {guidance}: {sum(volume.tokens)} tokens, "
-            f"{tokens_per_rank(volume.tokens)} on a rank, in {branches}",
+            f"{request.width}x{request.height}, {frames}, {guidance}: {sum(volume.tokens)} tokens; "
+            f"a rank has {tokens_per_rank(volume.tokens)} of {branches}",
         )
         yield from table([("a rank sends", "Ulysses", "ring", "a call", "calls", "a step"), *_rows(volume, grid)])
 
 
 def _rows(volume: "StepVolume", grid: "Grid") -> Iterator[tuple[str, ...]]:
     for call in volume.calls:
-        by = (num_bytes(call.ulysses), num_bytes(call.ring), num_bytes(call.total))
-        yield (call.role, *by, str(call.count), num_bytes(call.count * call.total))
+        by = (num_bytes(call.ulysses_bytes), num_bytes(call.ring_bytes), num_bytes(call.total_bytes))
+        yield (call.role, *by, str(call.count), num_bytes(call.count * call.total_bytes))
     if grid.num_shards > 1:
-        yield ("output", "", "", num_bytes(volume.gather), "1", num_bytes(volume.gather))
+        yield ("output", "", "", num_bytes(volume.output_bytes), "1", num_bytes(volume.output_bytes))
     if grid.cfg > 1:
-        yield ("other branch", "", "", num_bytes(volume.branches), "1", num_bytes(volume.branches))
-    yield ("in all", "", "", "", "", num_bytes(volume.total))
+        yield ("other branch", "", "", num_bytes(volume.branch_bytes), "1", num_bytes(volume.branch_bytes))
+    yield ("in all", "", "", "", "", num_bytes(volume.total_bytes))
 
 
 def tokens_per_rank(tokens: tuple[int, ...]) -> str:

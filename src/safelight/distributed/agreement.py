@@ -1,45 +1,86 @@
 """Before work starts, the ranks compare what they are about to do: a mismatch is an error that names it."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safelight.distributed.links import GroupLink
-from safelight.errors import AgreementError
+from safelight.errors import AgreementError, SafelightError
+from safelight.request import CancelToken
+from safelight.weights.model_index import MODEL_INDEX, read_model_index
+
+T = TypeVar("T")
+
+# What a component's folder holds besides weights is compared as a whole, where it isn't larger than this.
+DIGESTED_BYTES = 64_000_000
 
 
-def agree(link: GroupLink, values: Mapping[str, Any]) -> None:
-    """Raise AgreementError on every rank unless all have equal values, plain data by name; told are the first rank's.
+def agree(link: GroupLink, make: Callable[[], T], values: Callable[[T], Mapping[str, Any]]) -> T:
+    """What `make()` gives, after comparing with the other ranks what `values` says of it: plain data by name.
 
-    Every rank calls this at the same time.
+    Every rank calls this at the same time. Raises what `make` raises where all ranks raise the same, and AgreementError
+    on every rank where they don't, or have unequal values; told are the first rank's.
     """
-    everywhere = link.gather_values(dict(values))
+    error: SafelightError | None = None
+    made: list[T] = []
+    mine: dict[str, Any]
+    try:
+        made.append(make())
+        mine = {**values(made[0]), "error": None}
+    except SafelightError as raised:
+        error, mine = raised, {"error": raised.message}
+    everywhere = link.gather_values(mine)
+    first = everywhere[0]
+    # Where some have failed, what the others have says nothing.
+    names = ["error"] if any(theirs["error"] is not None for theirs in everywhere) else list(first)
     problems = [
-        f"{name} is {_shown(theirs.get(name))} on rank {rank} and {_shown(value)} on rank 0"
-        for name, value in everywhere[0].items()
+        f"{name} is {_shown(theirs.get(name))} on rank {rank} and {_shown(first.get(name))} on rank 0"
+        for name in names
         for rank, theirs in enumerate(everywhere)
-        if theirs.get(name) != value
+        if theirs.get(name) != first.get(name)
     ]
     if problems:
         raise AgreementError(
-            f"the ranks don't agree: {'; '.join(problems)}; start all of them with the same command on the same model",
+            f"the ranks don't agree: {'; '.join(problems)}; start all of them with the same command on the same model, "
+            "and where their machines differ name kernels that all of them have, with --attention",
             problems=problems,
-        )
+        ) from error
+    if error is not None:
+        raise error
+    return made[0]
+
+
+class SharedCancel(CancelToken):
+    """The cancel tokens of all ranks as one: each asks at the same time, and is told what any of them was told."""
+
+    def __init__(self, link: GroupLink, own: CancelToken | None) -> None:
+        super().__init__()
+        self._link = link
+        self._own = own
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether someone asked on any rank. Every rank calls this at the same time."""
+        return any(self._link.gather_values(self._own is not None and self._own.is_cancelled))
 
 
 def folder_digest(folder: Path) -> str:
-    """What tells two copies of a model apart without reading the weights: every JSON file, and the weights' sizes."""
+    """What tells two copies of a model apart without reading the weights.
+
+    That is the model's index, and of each component the weights' sizes and everything else as it is.
+    """
+    index = read_model_index(folder)
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.suffix == ".json":
-            digest.update(f"{name}\n".encode() + path.read_bytes())
-        elif path.suffix == ".safetensors":
-            digest.update(f"{name} {path.stat().st_size}\n".encode())
+    files = [path for component in sorted(index.components) for path in sorted((folder / component).glob("*"))]
+    for path in (folder / MODEL_INDEX, *filter(Path.is_file, files)):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
+        if path.suffix != ".safetensors" and size <= DIGESTED_BYTES:
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = "none" if value is None else repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

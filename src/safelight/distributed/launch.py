@@ -8,8 +8,10 @@ one exit status for everything; this one doesn't. Imports no torch.
 
 import contextlib
 import json
+import math
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,8 +28,10 @@ from safelight.config import Launch
 from safelight.errors import RankEndedError, RankError, RequestError, SafelightError, error_from_json
 from safelight.request import Progress
 
-# After a failure: how long the others may take to tell theirs, of which one may be the cause.
+# After a failure: how long the others may take to tell theirs, of which one may be the cause; and how long one may take
+# to end that has said nothing while others have lost it, as a process does that leaves a device or writes a core file.
 SETTLE_S = 1.0
+LOST_S = 5.0
 # How long a rank that is asked to end may take before it is killed; a person who pressed Ctrl-C waits for it too.
 END_S = 1.2
 POLL_S = 0.1
@@ -42,10 +46,14 @@ sys.exit(main(says_why=False))
 
 
 class Channel:
-    """A rank's end of the socket to its parent. While it is open, this process ends with the parent."""
+    """A rank's end of the socket to its parent. While it is open, this process ends with the parent.
 
-    def __init__(self, descriptor: int) -> None:
+    `meeting` is the file where ranks find each other; its folder goes with the parent too.
+    """
+
+    def __init__(self, descriptor: int, meeting: str | None = None) -> None:
         os.set_inheritable(descriptor, False)
+        self._meeting = meeting
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
         threading.Thread(target=self._end_with_parent, name="parent", daemon=True).start()
@@ -60,6 +68,8 @@ class Channel:
         with contextlib.suppress(OSError):
             while self._socket.recv(1):
                 pass
+        if self._meeting is not None:
+            shutil.rmtree(Path(self._meeting).parent, ignore_errors=True)
         os._exit(1)
 
 
@@ -74,6 +84,17 @@ class _Rank:
     where: str = ""
     error: SafelightError | None = None
     status: int | None = None
+    failed_s: float = math.inf
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it told an error, or ended with one."""
+        return self.error is not None or bool(self.status)
+
+    @property
+    def has_lost_another(self) -> bool:
+        """Whether its error comes from another rank's."""
+        return isinstance(self.error, RankError)
 
     def read(self) -> bool:
         """Take in what the rank told; whether more may come."""
@@ -142,7 +163,6 @@ def _num_cores() -> int:
 
 def _watch(ranks: Sequence[_Rank]) -> SafelightError | None:
     """Wait until all have ended, or one has failed and the others have had time to say so; gives the cause."""
-    settled_s: float | None = None
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.channel, selectors.EVENT_READ, rank)
@@ -150,13 +170,17 @@ def _watch(ranks: Sequence[_Rank]) -> SafelightError | None:
             for key, _ in _selected(selector):
                 if not key.data.read():
                     selector.unregister(key.fileobj)
+            now_s = time.monotonic()
             for rank in ranks:
                 rank.status = rank.process.poll()
-            now_s = time.monotonic()
-            if settled_s is None and any(rank.status or rank.error for rank in ranks):
-                settled_s = now_s + SETTLE_S
-            if settled_s is not None and now_s >= settled_s:
-                break
+                if rank.has_failed:
+                    rank.failed_s = min(rank.failed_s, now_s)
+            failed = [rank for rank in ranks if rank.has_failed]
+            if failed:
+                is_known = any(not rank.has_lost_another for rank in failed)
+                first_s = min(rank.failed_s for rank in failed)
+                if now_s >= first_s + (SETTLE_S if is_known else LOST_S):
+                    break
         for key, _ in _selected(selector):  # what came with the end
             while key.data.read():
                 pass
@@ -171,35 +195,43 @@ def _selected(selector: selectors.BaseSelector) -> "list[tuple[selectors.Selecto
 
 
 def _cause(ranks: Sequence[_Rank]) -> SafelightError | None:
-    """The error that the others' come from: one that a rank told, or how one ended."""
-    errors = [(rank, rank.error) for rank in ranks if rank.error is not None]
-    for rank, error in errors:
-        if isinstance(error, RankError):
-            continue
-        if not isinstance(error, RequestError):  # which is the same on all, and says where where it isn't
-            error.message = f"rank {rank.number}{rank.where}: {error.message}"
-        return error
-    told = {rank.number for rank, _ in errors}
-    for rank in ranks:
+    """The error that the others' come from: of those that a rank told, or of how one ended, the first."""
+    in_time = sorted(ranks, key=lambda rank: rank.failed_s)
+    errors = [rank.error for rank in in_time if rank.error is not None]
+    for rank in in_time:
+        if rank.error is not None and not rank.has_lost_another:
+            if not isinstance(rank.error, RequestError):  # which is the same on all, and says where where it isn't
+                rank.error.message = f"rank {rank.number}{rank.where}: {rank.error.message}"
+            return rank.error
         # Without a word, and early: the others have lost it.
-        if rank.number not in told and (rank.status or (rank.status == 0 and errors)):
-            end = _how_it_ended(rank.status)
-            return RankEndedError(f"rank {rank.number} {end}{rank.where}", rank=rank.number, status=rank.status)
+        if rank.error is None and (rank.status or (rank.status == 0 and errors)):
+            how, hint = _how_it_ended(rank.status)
+            text = f"rank {rank.number} {how}{rank.where}{hint}"
+            return RankEndedError(text, rank=rank.number, status=rank.status)
     if not errors:
         return None
-    silent = [rank for rank in ranks if rank.number not in told]
+    silent = [rank for rank in ranks if rank.error is None]
     if not silent:
-        return errors[0][1]
+        errors[0].message += "; no rank has ended by itself, so that more time may help: --rank-timeout"
+        return errors[0]
     names = " and ".join(f"rank {rank.number}{rank.where}" for rank in silent)
-    message = f"no answer from {names}; it hangs, or needs more time than --rank-timeout: {errors[0][1].message}"
+    message = f"no answer from {names}; it hangs, or needs more time than --rank-timeout: {errors[0].message}"
     return RankEndedError(message, rank=silent[0].number, status=None)
 
 
-def _how_it_ended(status: int) -> str:
+# Who sends a signal, where it isn't the program itself.
+_SENDERS = {
+    "SIGKILL": ", which a system sends that is out of memory",
+    "SIGABRT": ", which a device's collectives send where another rank hangs longer than --rank-timeout",
+}
+
+
+def _how_it_ended(status: int) -> tuple[str, str]:
+    """What became of a rank, and what a person may not know of it."""
     if status >= 0:
-        return f"ended with exit status {status}"
+        return f"ended with exit status {status}", ""
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    return f"died with {name}{', as a system does that is out of memory' if name == 'SIGKILL' else ''}"
+    return f"died with {name}", _SENDERS.get(name, "")
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
@@ -209,9 +241,9 @@ def _end(ranks: Sequence[_Rank]) -> None:
     limit_s = time.monotonic() + END_S
     while any(True for _ in _running(ranks)) and time.monotonic() < limit_s:
         time.sleep(POLL_S / 2)
-    for rank in _running(ranks):
-        _signal(rank, signal.SIGKILL)
     for rank in ranks:
+        if rank.process.returncode != 0:
+            _signal(rank, signal.SIGKILL)  # and what it has started, which may outlive it
         rank.process.wait()
         rank.channel.close()
 

@@ -1,5 +1,6 @@
 """A group of ranks over torch.distributed: what parallel attention and the engine exchange, and nothing more."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -77,7 +78,8 @@ def watched() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        # Without the place in torch's source.
+        cause = re.sub(r"^\[[^]]*\] ", "", (str(error).strip().splitlines() or [type(error).__name__])[0])
         raise RankError(
             f"another rank of the parallel run has ended or doesn't answer: {cause}", cause=cause
         ) from error

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from safelight.attention.grid import Grid, shard_lengths
+from safelight.attention.grid import FORMULA, Grid, shard_lengths
 from safelight.config import Launch
 from safelight.distributed.links import GroupLink, watched
 from safelight.errors import RequestError
@@ -64,7 +64,7 @@ class Mesh:
         num_ranks = dist.get_world_size()
         if num_ranks != grid.num_ranks:
             raise RequestError(
-                f"{grid} is a grid of {grid.num_ranks} ranks (cfg_parallel x ulysses x ring), {num_ranks} were started",
+                f"{grid} is a grid of {grid.num_ranks} ranks ({FORMULA}), {num_ranks} were started",
                 grid=grid.to_json(),
                 num_ranks=num_ranks,
             )
@@ -122,7 +122,8 @@ def rank_device(asked: str | None, local_rank: int) -> tuple[str, str]:
 
 def _link(groups: list[list[int]], timeout_s: float) -> GroupLink:
     """This rank's among the groups; every rank makes all of them, in the same order."""
-    made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in groups]
+    with watched():
+        made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in groups]
     own = next(i for i, ranks in enumerate(groups) if dist.get_rank() in ranks)
     group = made[own]
     assert isinstance(group, dist.ProcessGroup), "a group that this rank is in"

@@ -1,5 +1,6 @@
 """On the path of a rank, plants the fault that the environment's FAULT names: "RANK STAGE STEP WHAT"."""
 
+import atexit
 import json
 import os
 import signal
@@ -17,7 +18,17 @@ if "FAULT" in os.environ and "SAFELIGHT_RANK" in os.environ:
             raise GenerationError("planted")
         if what == "bug":
             raise LookupError("planted")
+        if what == "slow-bug":
+            # Its links are closed before it has ended.
+            atexit.register(time.sleep, 3)
+            raise LookupError("planted")
         if what == "exit":
+            os._exit(7)
+        if what == "slow-exit":
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+            time.sleep(3)
             os._exit(7)
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
