@@ -34,7 +34,7 @@ def chosen(machine, dtype):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_flex_promises_holds_when_it_is_compiled(here, dtype) -> None:
+def test_what_flex_promises_holds_when_it_is_compiled(here, dtype, tell_count) -> None:
     cases = list(chosen(here, dtype))
     promised = {"grouped-query", "causal", "packed varlen", "scale", "cross lengths"}
     promised |= {f"mask {mask}" for mask in BACKEND.masks}
@@ -45,5 +45,5 @@ def test_what_flex_promises_holds_when_it_is_compiled(here, dtype) -> None:
             finding = judge(BACKEND.load(case.requirements), case)
             if finding.problem is not None:
                 problems[case.name] = finding.problem
-    print(f"flex on {here.arch}: {len(cases)} cases in {dtype}")
+    tell_count(f"flex (compiled on {here.arch}, {dtype}): {len(cases)} run")
     assert problems == {}

@@ -55,11 +55,16 @@ def ranks_in(folder):
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if os.readlink(entry / "cwd") == str(folder) and b"SAFELIGHT_RANK=" in (entry / "environ").read_bytes():
+            if os.readlink(entry / "cwd") == str(folder) and b"RANK=" in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
         except OSError:
             continue
     return found
+
+
+def happened_at(err):
+    """When the fault says that it happened, in seconds since the epoch."""
+    return next(float(line.split()[-1]) for line in err.splitlines() if line.startswith("fault at"))
 
 
 def all_gone(folder):
@@ -99,11 +104,15 @@ def test_ranks_that_generate_starts_make_the_same_file_and_the_first_alone_speak
     assert err.count("denoise 0/4") == 1
 
 
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    *("-m", "safelight", "generate", "a red circle"),
+)
+
+
 @pytest.mark.slow
 def test_torchrun_starts_them_too(alone, tmp_path) -> None:
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    command = (*launcher, "-m", "safelight", "generate", "a red circle")
-    status, out, err = run(tmp_path, "--ring", "2", "--out", "clip.mp4", command=command)
+    status, out, err = run(tmp_path, "--ring", "2", "--out", "clip.mp4", command=TORCHRUN)
     assert status == 0, err
     assert out.count("clip.mp4") == 1
     assert_the_same(frames_of(tmp_path / "clip.mp4"), alone)
@@ -168,10 +177,25 @@ def test_dx_020_the_end_of_a_rank_is_the_end_of_all_with_its_own_error(fault, st
     _, err = process.communicate(timeout=120)
     ended_s = time.time()
     assert process.returncode == status, err
-    happened_s = next(float(line.split()[-1]) for line in err.splitlines() if line.startswith("fault at"))
-    assert ended_s - happened_s < LIMIT_S
+    assert ended_s - happened_at(err) < LIMIT_S
     assert says in err
     assert err.count("safelight: error") == 1
+    assert all_gone(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@needs_proc
+@pytest.mark.parametrize(
+    ("fault", "says"), [("1 denoise 3 raise", "error on rank 1: planted"), ("1 denoise 3 kill", "SIGKILL")]
+)
+def test_dx_020_under_torchrun_too_nobody_waits_for_a_rank_that_has_ended(fault, says, tmp_path) -> None:
+    process = start(tmp_path, "--ulysses", "2", fault=fault, command=TORCHRUN)
+    _, err = process.communicate(timeout=120)
+    ended_s = time.time()
+    assert process.returncode == 1, err
+    assert says in err
+    assert ended_s - happened_at(err) < LIMIT_S
     assert all_gone(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

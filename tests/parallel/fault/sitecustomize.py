@@ -7,7 +7,9 @@ import signal
 import sys
 import time
 
-if "FAULT" in os.environ and "SAFELIGHT_RANK" in os.environ:
+# Ranks that `generate` starts and those of torchrun.
+if "FAULT" in os.environ and ("SAFELIGHT_RANK" in os.environ or "RANK" in os.environ):
+    own = json.loads(os.environ["SAFELIGHT_RANK"])["rank"] if "SAFELIGHT_RANK" in os.environ else os.environ["RANK"]
     rank, stage, step, what = os.environ["FAULT"].split()
 
     def happen():
@@ -34,7 +36,7 @@ if "FAULT" in os.environ and "SAFELIGHT_RANK" in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
 
-    if json.loads(os.environ["SAFELIGHT_RANK"])["rank"] == int(rank):
+    if int(own) == int(rank):
         import safelight.engine
 
         tell = safelight.engine._tell
