@@ -107,10 +107,13 @@ def velocity(model: WanTransformer, latents: Tensor, timesteps: Tensor, text: Te
     return out
 
 
-def write_checkpoint(folder: Path, *, scheduler: Any = None, seed: int = 7, **transformer: Any) -> Path:
+def write_checkpoint(
+    folder: Path, *, scheduler: Any = None, seed: int = 7, boundary_ratio: float | None = None, **transformer: Any
+) -> Path:
     """A whole Wan checkpoint of random weights, as diffusers and transformers write it; Wan 2.1's form of VAE.
 
-    `scheduler` is diffusers' object, Euler's by default. The tokenizer is the demo's.
+    `scheduler` is diffusers' object, Euler's by default. The tokenizer is the demo's. With a `boundary_ratio` there are
+    two transformers, of unequal weights and sizes.
     """
     from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
     from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
@@ -138,6 +141,8 @@ def write_checkpoint(folder: Path, *, scheduler: Any = None, seed: int = 7, **tr
         vae=vae.eval(),
         scheduler=scheduler or FlowMatchEulerDiscreteScheduler(shift=3.0),
         transformer=reference_transformer(seed, **{"text_dim": 16, **transformer}),
+        transformer_2=None if boundary_ratio is None else reference_transformer(seed + 1, num_layers=3, ffn_dim=24),
+        boundary_ratio=boundary_ratio,
     )
     pipeline.save_pretrained(folder)
     # A large model's defaults would make every run a long one.

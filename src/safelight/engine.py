@@ -34,6 +34,7 @@ from safelight.planning import (
 from safelight.platforms import load_machine, probe_machine, torch_device
 from safelight.platforms.facts import MachineFacts
 from safelight.request import CancelToken, Output, Progress, Request, Result, draw_seed, parse_fps
+from safelight.weights.model_index import folder_digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -324,8 +325,6 @@ class Engine:
 
     def _identity(self) -> dict[str, Any]:
         """What the engines of all ranks must have in common."""
-        from safelight.distributed.agreement import folder_digest
-
         return {
             "model": folder_digest(self._checkpoint.folder),
             "dtype": self.dtype,

@@ -47,10 +47,11 @@ class CancelToken:
 class Request:
     """One generation request. None means the model's default; 0 is 0.
 
-    `guidance_scale` of 1 or less runs one branch, and the negative prompt has no effect. Output i of `num_outputs` has
-    seed (seed + i) mod 2**63; no seed means a random one, which the result records. `fps` is a rational number of
-    frames per second. `attention` names backends: {"transformer.self": "sdpa"}; the key "" means everything. Raises
-    RequestError with everything that is wrong.
+    `guidance_scale` of 1 or less runs one branch, and the negative prompt has no effect; `guidance_scale_2` is that of
+    the low-noise stage of a model with two, by default the same. Output i of `num_outputs` has seed (seed + i) mod
+    2**63; no seed means a random one, which the result records. `fps` is a rational number of frames per second.
+    `attention` names backends: {"transformer.self": "sdpa"}; the key "" means everything. Raises RequestError with
+    everything that is wrong.
     """
 
     prompt: str
@@ -61,6 +62,7 @@ class Request:
     fps: Fraction | None = None
     num_steps: int | None = None
     guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
     seed: int | None = None
     num_outputs: int = 1
     attention: Mapping[str, str] = field(default_factory=dict)
@@ -127,9 +129,10 @@ def _problems(request: Request) -> list[str]:
     whole("num_steps", 1, 10_000)
     whole("num_outputs", 1, 1000)
     whole("seed", 0, SEED_LIMIT - 1)
-    guidance = request.guidance_scale
-    if guidance is not None and (type(guidance) not in (int, float) or not 0 <= guidance <= 1000):
-        problems.append(f"guidance_scale is {guidance!r}; it must be a number from 0 to 1000")
+    for name in ("guidance_scale", "guidance_scale_2"):
+        guidance = getattr(request, name)
+        if guidance is not None and (type(guidance) not in (int, float) or not 0 <= guidance <= 1000):
+            problems.append(f"{name} is {guidance!r}; it must be a number from 0 to 1000")
     fps = request.fps
     if fps is not None and not (isinstance(fps, Fraction) and 0 < fps <= 1000):
         shown = str(fps) if isinstance(fps, Fraction) else repr(fps)

@@ -1,5 +1,6 @@
 """Whole runs of Wan checkpoints against diffusers' WanPipeline, and what a run costs: passes, and work done twice."""
 
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from safelight.engine import Engine
-from safelight.errors import CheckpointError
+from safelight.errors import CheckpointError, RequestError
 from safelight.models.wan import WanTransformer
 from safelight.pipelines.wan.pipeline import TEXT_LENGTH, WanPipeline
 from safelight.planning import DEMO
 from safelight.request import Request
+from safelight.sampling.flow import Euler
 from tests.wan_reference import (
     bind_sdpa,
     copy_checkpoint,
@@ -113,6 +115,7 @@ def run_reference(pipe: Any, pipeline: WanPipeline, request: Request) -> Run:
         num_frames=request.num_frames,
         num_inference_steps=request.num_steps,
         guidance_scale=request.guidance_scale,
+        guidance_scale_2=request.guidance_scale_2 if pipeline.checkpoint.transformer_2 else None,
         generator=torch.Generator().manual_seed(request.seed),
         callback_on_step_end=keep,
     ).frames[0]
@@ -191,6 +194,94 @@ def test_timesteps_for_every_token_make_no_difference_to_text_to_video(tiny: Pat
     assert_equal_runs(run(pipeline, request), run_reference(pipe, pipeline, request))
 
 
+def two_stages(folder: Path, ratio: float) -> Path:
+    """A checkpoint in the form of Wan 2.2's large models."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    # Without a shift, 8 steps have timesteps of 1000, 857.3, 714.6, ...
+    return write_checkpoint(folder, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), boundary_ratio=ratio)
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return two_stages(tmp_path_factory.mktemp("models") / "staged", 0.875)
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
+    """The component and the batch rows of each call of a Wan transformer."""
+    calls: list[tuple[str, int]] = []
+
+    def count(module: torch.nn.Module, args: Any) -> None:
+        if isinstance(module, WanTransformer):
+            calls.append((module.blocks[0].attn1.attend.requirements.component, len(args[0])))
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    yield calls
+    handle.remove()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.875, 1.0])
+@pytest.mark.parametrize("num_steps", [1, 5])
+def test_dx_037_two_stages_are_the_reference_s(staged: Path, tmp_path: Path, ratio: float, num_steps: int) -> None:
+    folder = copy_checkpoint(staged, tmp_path / "model")
+    edit_json(folder / "model_index.json", boundary_ratio=ratio)
+    pipeline, pipe = open_pipeline(folder), open_reference(folder)
+    request = Request(prompt=PROMPT, num_steps=num_steps, seed=3)
+    assert pipe.transformer_2 is not None and pipe.config.boundary_ratio == ratio
+    assert_equal_runs(run(pipeline, request), run_reference(pipe, pipeline, request))
+
+
+@pytest.mark.parametrize(
+    ("timesteps", "boundary", "first"),
+    [
+        ([1000.0, 875.0, 874.0], 875.0, 2),  # exactly at the boundary it is still the first one
+        ([1000.0, 875.001, 874.999], 875.0, 2),
+        ([900.0, 800.0, 700.0], 875.0, 1),
+        ([800.0, 700.0], 875.0, 0),
+        ([1000.0, 500.0, 0.5], 0.0, 3),
+        ([999.0, 500.0], 1000.0, 0),
+    ],
+)
+def test_dx_037_the_second_stage_begins_below_the_boundary(
+    staged: Path, stages: list[tuple[str, int]], timesteps: list[float], boundary: float, first: int, monkeypatch: Any
+) -> None:
+    pipeline = open_pipeline(staged)
+    pipeline.checkpoint = dataclasses.replace(pipeline.checkpoint, boundary=boundary)
+    solver = Euler(torch.tensor([*timesteps, 0.0]) / 1000)
+    monkeypatch.setattr("safelight.pipelines.wan.pipeline.solver_from_config", lambda config, num_steps: solver)
+    run(pipeline, Request(prompt=PROMPT, num_steps=len(timesteps), seed=3))
+    expected = ["transformer"] * first + ["transformer_2"] * (len(timesteps) - first)
+    assert [component for component, _ in stages] == expected
+
+
+@pytest.mark.parametrize(
+    ("scales", "rows"), [((5.0, None), (2, 2)), ((5.0, 1.0), (2, 1)), ((1.0, 4.0), (1, 2)), ((1.0, None), (1, 1))]
+)
+def test_dx_037_each_stage_has_its_own_guidance(
+    staged: Path, stages: list[tuple[str, int]], scales: tuple[float, float | None], rows: tuple[int, int]
+) -> None:
+    pipeline, pipe = open_pipeline(staged), open_reference(staged)
+    request = Request(prompt=PROMPT, negative_prompt="blue", num_steps=4, seed=3, guidance_scale=scales[0])
+    request = request.replace(guidance_scale_2=scales[1])
+    found = run(pipeline, request)
+    assert stages == [("transformer", rows[0])] * 1 + [("transformer_2", rows[1])] * 3
+    # The reference runs the negative branch, in both stages, where the first scale asks for it.
+    if scales[0] > 1:
+        assert_equal_runs(found, run_reference(pipe, pipeline, request))
+
+
+def test_two_stages_on_an_engine_have_plans_checks_and_metadata_of_both(staged: Path) -> None:
+    engine = Engine.from_pretrained(staged, device="cpu", check_attention="first")
+    result = engine.generate(PROMPT, num_steps=4, seed=3, guidance_scale_2=2.0, num_outputs=2)
+    assert {layer.requirements.component for layer in result.plan.layers} >= {"transformer", "transformer_2"}
+    checked = {str(check).partition(":")[0] for check in result.attention_checks}
+    assert checked >= {"transformer.self", "transformer.cross", "transformer_2.self", "transformer_2.cross"}
+    assert (result.request.guidance_scale, result.request.guidance_scale_2) == (5.0, 2.0)
+    with pytest.raises(RequestError, match=r"guidance_scale_2 is 2; this model has one stage: leave it out"):
+        Engine.from_pretrained(device="cpu").generate(PROMPT, guidance_scale_2=2.0)
+
+
 def test_bfloat16_errs_no_more_than_the_reference_does(tiny: Path) -> None:
     exact, pipeline, pipe = open_pipeline(tiny), open_pipeline(tiny, "bfloat16"), open_reference(tiny, torch.bfloat16)
     request = Request(prompt=PROMPT, num_frames=9, num_steps=4, seed=3)
@@ -231,7 +322,7 @@ def test_dx_011_the_transformer_sees_zero_rows_past_the_prompt(tiny: Path, merge
     request = pipeline.checkpoint.resolve(Request(prompt="a red", negative_prompt="", seed=3))
     with torch.inference_mode():
         text, _ = pipeline.encode(request)
-        next(pipeline.denoise(request, text, [3]))
+        assert len(list(pipeline.denoise(request, text, [3]))) > 2
 
     (states,) = seen
     longest = max(text.num_tokens)

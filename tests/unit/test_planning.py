@@ -142,7 +142,7 @@ def test_a_checkpoint_without_weights_is_planned_all_the_same(tmp_path) -> None:
         check_model(tmp_path)
 
 
-def test_a_two_stage_checkpoint_is_planned_though_it_does_not_run_yet(tmp_path) -> None:
+def test_a_two_stage_checkpoint_is_planned_like_the_published_one(tmp_path) -> None:
     document = json.loads((PUBLISHED / "wan2.2-14b.json").read_text())
     index = {name: ["diffusers", "Some"] for name in document["components"]}
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": document["class_name"], **index}))

@@ -208,6 +208,7 @@ def test_the_json_of_a_request_has_every_field_but_the_cancel_token() -> None:
         "fps": "24000/1001",
         "num_steps": 20,
         "guidance_scale": 3.5,
+        "guidance_scale_2": None,
         "seed": 9007199254740993,
         "num_outputs": 4,
         "attention": {"": "auto", "transformer.self": "sdpa"},

@@ -13,6 +13,8 @@ from safelight.errors import CheckpointError, RequestError
 from safelight.planning import DEMO, check_model
 from safelight.request import Request
 
+TRANSFORMER = ["diffusers", "WanTransformer3DModel"]
+
 
 @pytest.fixture
 def demo_copy(tmp_path: Path) -> Path:
@@ -112,10 +114,37 @@ def test_a_scheduler_that_draws_noise_of_its_own_is_refused(demo_copy: Path) -> 
         check_model(demo_copy)
 
 
-@pytest.mark.parametrize("change", [{"boundary_ratio": 0.875}, {"transformer_2": ["diffusers", "X"]}])
-def test_a_two_stage_model_is_refused(demo_copy: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"boundary_ratio": 0.875}, "boundary_ratio is there and transformer_2 isn't"),
+        ({"transformer_2": TRANSFORMER}, "transformer_2 is there and boundary_ratio isn't"),
+        ({"transformer_2": TRANSFORMER, "boundary_ratio": "high"}, "boundary_ratio is 'high'; it must be a number"),
+        ({"transformer_2": TRANSFORMER, "boundary_ratio": 875}, "boundary_ratio is 875; it must be a number from 0"),
+        ({"transformer_2": ["diffusers", "X"], "boundary_ratio": 0.9}, "transformer_2 is X; text-to-video Wan has"),
+    ],
+)
+def test_dx_037_half_of_two_stages_is_refused(demo_copy: Path, change: dict[str, Any], said: str) -> None:
+    (demo_copy / "transformer_2").mkdir()
     edit(demo_copy / "model_index.json", lambda index: index.update(change))
-    with pytest.raises(CheckpointError, match="two-stage"):
+    with pytest.raises(CheckpointError, match=said):
+        check_model(demo_copy)
+
+
+def test_dx_037_a_second_stage_that_is_not_there_or_does_not_fit_is_refused(demo_copy: Path) -> None:
+    both = {"transformer_2": TRANSFORMER, "boundary_ratio": 0.875}
+    edit(demo_copy / "model_index.json", lambda index: index.update(both))
+    with pytest.raises(CheckpointError, match="transformer_2: missing"):
+        check_model(demo_copy)
+    shutil.copytree(demo_copy / "transformer", demo_copy / "transformer_2")
+    checkpoint = check_model(demo_copy)
+    assert checkpoint.resolve(Request(prompt="a", guidance_scale=4.0)).guidance_scale_2 == 4.0
+    edit(demo_copy / "safelight.json", lambda manifest: manifest["defaults"].update(guidance_scale_2=2.5))
+    checkpoint = check_model(demo_copy)
+    assert checkpoint.resolve(Request(prompt="a")).guidance_scale_2 == 2.5
+    assert checkpoint.resolve(Request(prompt="a", guidance_scale=4.0)).guidance_scale_2 == 4.0
+    edit(demo_copy / "transformer_2" / "config.json", lambda config: config.update(patch_size=[1, 1, 1], text_dim=32))
+    with pytest.raises(CheckpointError, match=r"transformer_2 text_dim is 32.*transformer_2 patch_size is \(1, 1, 1\)"):
         check_model(demo_copy)
 
 

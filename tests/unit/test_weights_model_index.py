@@ -1,13 +1,15 @@
 """model_index.json: the family is what it says, and whatever is wrong with it is named with file and key."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from safelight.errors import CheckpointError
-from safelight.weights.model_index import read_model_index
+from safelight.planning import DEMO
+from safelight.weights.model_index import folder_digest, read_model_index
 from safelight.weights.reading import read_json
 
 GOOD: dict[str, Any] = {
@@ -140,3 +142,25 @@ def test_read_json_names_a_config_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_json(tmp_path / "config.json")
     assert caught.value.message == f"{tmp_path / 'config.json'}: missing"
+
+
+def test_a_digest_tells_copies_apart_by_everything_but_the_numbers_in_the_weights(tmp_path) -> None:
+    def copied(name, change=None):
+        folder = Path(shutil.copytree(DEMO, tmp_path / name))
+        if change is not None:
+            path = folder / change
+            path.write_bytes(path.read_bytes() + b" ")
+        return folder_digest(folder)
+
+    same = copied("same")
+    assert same == folder_digest(DEMO)
+    changes = ("model_index.json", "transformer/config.json", "tokenizer/tokenizer.json", "vae/config.json")
+    assert len({same, *(copied(str(i), change) for i, change in enumerate(changes))}) == 1 + len(changes)
+    weights = next(path.relative_to(DEMO).as_posix() for path in DEMO.rglob("*.safetensors"))
+    assert copied("longer", weights) != same
+    (tmp_path / "linked").mkdir()
+    for path in DEMO.iterdir():
+        (tmp_path / "linked" / path.name).symlink_to(path)
+    assert folder_digest(tmp_path / "linked") == same
+    (tmp_path / "linked" / "notes.json").write_text("{}")
+    assert folder_digest(tmp_path / "linked") == same, "what is no part of the model doesn't count"

@@ -57,6 +57,13 @@ GUIDANCE = Option(
     help="how closely to follow the prompt; 1 or less switches guidance off",
     also=("--guidance-scale", "--cfg", "--cfg-scale", "--scale"),
 )
+GUIDANCE_2 = Option(
+    flag="--guidance-2",
+    metavar="SCALE",
+    convert=values.number,
+    help="--guidance in the low-noise stage of a model with two, such as Wan 2.2 (default: as --guidance)",
+    also=("--guidance-scale-2", "--guidance-low", "--cfg-2"),
+)
 MACHINE = Option(
     flag="--machine",
     metavar="NAME_OR_FILE",
@@ -74,6 +81,7 @@ _FLAGS = {
     "num_frames": "--frames",
     "num_steps": "--steps",
     "guidance_scale": "--guidance",
+    "guidance_scale_2": "--guidance-2",
     "seed": "--seed",
     "num_outputs": "--num-outputs",
     "fps": "--fps",

@@ -145,6 +145,7 @@ def _request(given: Mapping[str, Any], problems: list[str], console: Console) ->
             fps=given["fps"],
             num_steps=given["steps"],
             guidance_scale=given["guidance"],
+            guidance_scale_2=given["guidance_2"],
             # Drawn here and not by the engine, so that the files' names can be checked before anything is loaded.
             seed=draw_seed() if seed is None else seed,
             num_outputs=1 if given["num_outputs"] is None else given["num_outputs"],
@@ -268,6 +269,7 @@ COMMAND = Command(
             also=("--num-steps", "--num-inference-steps", "--sample-steps", "--sampling-steps"),
         ),
         choices.GUIDANCE,
+        choices.GUIDANCE_2,
         Option(
             flag="--seed",
             metavar="N",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from safelight.platforms.facts import MachineFacts
 
 # What says how large the work is, which a plan of one process doesn't depend on.
-OPTIONS = (choices.SIZE, choices.FRAMES, choices.GUIDANCE)
+OPTIONS = (choices.SIZE, choices.FRAMES, choices.GUIDANCE, choices.GUIDANCE_2)
 
 
 def sharing_in(
@@ -40,7 +40,12 @@ def sharing_in(
     width, height = given["size"] or (None, None)
     try:
         request = Request(
-            prompt="-", width=width, height=height, num_frames=given["frames"], guidance_scale=given["guidance"]
+            prompt="-",
+            width=width,
+            height=height,
+            num_frames=given["frames"],
+            guidance_scale=given["guidance"],
+            guidance_scale_2=given["guidance_2"],
         )
         return sharing_of(model, request, grid)
     except CheckpointError:

@@ -1,19 +1,13 @@
 """Before work starts, the ranks compare what they are about to do: a mismatch is an error that names it."""
 
-import hashlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from safelight.distributed.links import GroupLink
 from safelight.errors import AgreementError, SafelightError
 from safelight.request import CancelToken
-from safelight.weights.model_index import MODEL_INDEX, read_model_index
 
 T = TypeVar("T")
-
-# What a component's folder holds besides weights is compared as a whole, where it isn't larger than this.
-DIGESTED_BYTES = 64_000_000
 
 
 def agree(link: GroupLink, make: Callable[[], T], values: Callable[[T], Mapping[str, Any]]) -> T:
@@ -63,22 +57,6 @@ class SharedCancel(CancelToken):
     def is_cancelled(self) -> bool:
         """Whether someone asked on any rank. Every rank calls this at the same time."""
         return any(self._link.gather_values(self._own is not None and self._own.is_cancelled))
-
-
-def folder_digest(folder: Path) -> str:
-    """What tells two copies of a model apart without reading the weights.
-
-    That is the model's index, and of each component the weights' sizes and everything else as it is.
-    """
-    index = read_model_index(folder)
-    digest = hashlib.sha256()
-    files = [path for component in sorted(index.components) for path in sorted((folder / component).glob("*"))]
-    for path in (folder / MODEL_INDEX, *filter(Path.is_file, files)):
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
-        if path.suffix != ".safetensors" and size <= DIGESTED_BYTES:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _shown(value: Any) -> str:

@@ -1,5 +1,6 @@
 """model_index.json: which pipeline a model's folder holds, and the class of each component."""
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from safelight.errors import CheckpointError
 from safelight.weights.reading import read_json
 
 MODEL_INDEX = "model_index.json"
+# What a component's folder holds besides weights is part of a digest as a whole, where it isn't larger than this.
+_DIGESTED_BYTES = 64_000_000
 _SINGLE_FILES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 
 
@@ -85,6 +88,22 @@ def read_model_index(folder: str | Path) -> ModelIndex:
             case _:
                 settings[key] = value
     return ModelIndex(path=path, class_name=class_name, components=components, settings=settings)
+
+
+def folder_digest(folder: Path) -> str:
+    """What tells two copies of a model apart without reading the weights.
+
+    That is the model's index, and of each component the weights' sizes and everything else as it is.
+    """
+    index = read_model_index(folder)
+    digest = hashlib.sha256()
+    files = [path for component in sorted(index.components) for path in sorted((folder / component).glob("*"))]
+    for path in (folder / MODEL_INDEX, *filter(Path.is_file, files)):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
+        if path.suffix != ".safetensors" and size <= _DIGESTED_BYTES:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _where_instead(folder: Path) -> str:

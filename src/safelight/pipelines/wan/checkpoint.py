@@ -48,15 +48,22 @@ class Defaults:
     fps: Fraction = Fraction(16)
     num_steps: int = 50
     guidance_scale: float = 5.0
+    guidance_scale_2: float | None = None
     negative_prompt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanCheckpoint:
-    """A Wan text-to-video model in diffusers' layout."""
+    """A Wan text-to-video model in diffusers' layout.
+
+    Wan 2.2's large models have two transformers: the first one takes the noisy steps, whose timestep is `boundary` or
+    more, and `transformer_2` those after them. Both fields are None where one transformer takes all.
+    """
 
     folder: Path
     transformer: WanConfig
+    transformer_2: WanConfig | None = None
+    boundary: float | None = None
     text_encoder: Umt5Config
     vae: WanVaeConfig
     scheduler: Mapping[str, Any]
@@ -71,8 +78,7 @@ class WanCheckpoint:
         for component in COMPONENTS:
             index.folder(component)
         problems = _foreign_components(index)
-        if "transformer_2" in index.components or index.settings.get("boundary_ratio") is not None:
-            problems.append("two-stage Wan 2.2 (transformer_2, boundary_ratio) isn't supported yet")
+        problems += _stage_problems(index)
         if problems:
             raise CheckpointError(f"{index.path}: {'; '.join(problems)}", path=str(index.path))
         root = index.path.parent
@@ -83,9 +89,11 @@ class WanCheckpoint:
 
         scheduler, where = config("scheduler", "scheduler_config.json")
         check_scheduler(scheduler, where)
+        is_staged = "transformer_2" in index.components
         files = {
             "text_encoder": find_weights(root / "text_encoder", stem="model"),
             "transformer": find_weights(root / "transformer"),
+            **({"transformer_2": find_weights(root / "transformer_2")} if is_staged else {}),
             "vae": find_weights(root / "vae"),
         }
         for component in files:
@@ -94,6 +102,8 @@ class WanCheckpoint:
         checkpoint = cls(
             folder=root,
             transformer=WanConfig.from_json(*config("transformer")),
+            transformer_2=WanConfig.from_json(*config("transformer_2")) if is_staged else None,
+            boundary=_boundary(index, scheduler) if is_staged else None,
             text_encoder=Umt5Config.from_json(*config("text_encoder")),
             vae=WanVaeConfig.from_json(*config("vae")),
             scheduler=scheduler,
@@ -105,12 +115,22 @@ class WanCheckpoint:
         return checkpoint
 
     def layer_groups(self, dtype: str) -> tuple[LayerGroup, ...]:
-        """The attention layers of text encoder, transformer and VAE."""
-        return _layer_groups(self.text_encoder, {"transformer": self.transformer}, self.vae, dtype)
+        """The attention layers of text encoder, transformers and VAE."""
+        return _layer_groups(self.text_encoder, self.transformers, self.vae, dtype)
+
+    @property
+    def transformers(self) -> dict[str, WanConfig]:
+        """The transformers' configurations by component, in the order in which a request meets them."""
+        both = {"transformer": self.transformer, "transformer_2": self.transformer_2}
+        return {component: config for component, config in both.items() if config is not None}
 
     def resolve(self, request: Request) -> Request:
         """The request with defaults filled in. Raises RequestError, with the nearest the model can do."""
-        return _resolved(request, self.defaults, self.transformer, self.vae)
+        return _resolved(request, self.defaults, self.transformers, self.vae)
+
+    def is_second_stage(self, timestep: float) -> bool:
+        """Whether a step at this timestep is the second transformer's."""
+        return self.boundary is not None and timestep < self.boundary
 
     def warnings(self, request: Request) -> tuple[str, ...]:
         """Where the request leaves what the model was trained for."""
@@ -128,8 +148,8 @@ class WanCheckpoint:
         return tuple(found)
 
     def sequences(self, request: Request) -> dict[str, SharedSequence]:
-        """What the ranks share of a resolved request: the transformer's video tokens."""
-        return {"transformer": _sequence(request, self.transformer, self.vae)}
+        """What the ranks share of a resolved request: each transformer's video tokens."""
+        return _sequences(request, self.transformers, self.vae)
 
     def load(self, dtype: str, device: str, report: Report, mesh: "Mesh | None" = None) -> "WanPipeline":
         """Load the weights; `report` is told how many components are done."""
@@ -140,11 +160,18 @@ class WanCheckpoint:
     def _check_fit(self) -> None:
         """Raise CheckpointError where one component's output isn't the next one's input."""
         where = self.folder
-        pairs = (
-            ("transformer text_dim", self.transformer.text_dim, "text_encoder d_model", self.text_encoder.d_model),
-            ("transformer in_channels", self.transformer.in_channels, "vae z_dim", self.vae.z_dim),
-            ("transformer out_channels", self.transformer.out_channels, "vae z_dim", self.vae.z_dim),
-        )
+        pairs: list[tuple[str, object, str, object]] = [
+            pair
+            for name, config in self.transformers.items()
+            for pair in (
+                (f"{name} text_dim", config.text_dim, "text_encoder d_model", self.text_encoder.d_model),
+                (f"{name} in_channels", config.in_channels, "vae z_dim", self.vae.z_dim),
+                (f"{name} out_channels", config.out_channels, "vae z_dim", self.vae.z_dim),
+            )
+        ]
+        if self.transformer_2 is not None:
+            patches = self.transformer_2.patch_size, self.transformer.patch_size
+            pairs.append(("transformer_2 patch_size", patches[0], "transformer patch_size", patches[1]))
         problems = [f"{a} is {x}, {b} is {y}" for a, x, b, y in pairs if x != y]
         if problems:
             raise CheckpointError(f"{where}: the components don't fit together: {'; '.join(problems)}")
@@ -169,10 +196,7 @@ def resolve(configs: Configs, request: Request, folder: Path | None = None) -> R
     """
     manifest = read_json(folder / MANIFEST) if folder is not None and (folder / MANIFEST).exists() else {}
     defaults = Defaults() if folder is None else _defaults(manifest, folder / MANIFEST)
-    vae = _vae(configs)
-    for transformer in _transformers(configs).values():
-        request = _resolved(request, defaults, transformer, vae)
-    return request
+    return _resolved(request, defaults, _transformers(configs), _vae(configs))
 
 
 def lengths(configs: Configs, request: Request) -> dict[str, Lengths]:
@@ -194,7 +218,7 @@ def lengths(configs: Configs, request: Request) -> dict[str, Lengths]:
 
 def sequences(configs: Configs, request: Request) -> dict[str, SharedSequence]:
     """What the ranks share of a resolved request: each transformer's video tokens."""
-    return {name: _sequence(request, config, _vae(configs)) for name, config in _transformers(configs).items()}
+    return _sequences(request, _transformers(configs), _vae(configs))
 
 
 def _transformers(configs: Configs) -> dict[str, WanConfig]:
@@ -205,21 +229,29 @@ def _vae(configs: Configs) -> WanVaeConfig:
     return WanVaeConfig.from_json(configs["vae"], "vae")
 
 
-def _sequence(request: Request, transformer: WanConfig, vae: WanVaeConfig) -> SharedSequence:
-    """A resolved request's video as a transformer's tokens."""
+def _sequences(request: Request, transformers: Mapping[str, WanConfig], vae: WanVaeConfig) -> dict[str, SharedSequence]:
+    """A resolved request's video as each transformer's tokens."""
     assert request.width is not None and request.height is not None and request.num_frames is not None
-    assert request.guidance_scale is not None
     frames = 1 + (request.num_frames - 1) // vae.temporal_factor
     positions = (request.height // vae.spatial_factor) * (request.width // vae.spatial_factor)
-    patch = math.prod(transformer.patch_size)
-    return SharedSequence(
-        rows=branches(request.guidance_scale),
-        tokens=frames * positions // patch,
-        channels=transformer.out_channels * patch,
-    )
+    found = {}
+    for (component, config), scale in zip(transformers.items(), guidance_scales(request), strict=False):
+        patch = math.prod(config.patch_size)
+        rows, tokens = branches(scale), frames * positions // patch
+        found[component] = SharedSequence(rows=rows, tokens=tokens, channels=config.out_channels * patch)
+    return found
 
 
-def _resolved(request: Request, defaults: Defaults, transformer: WanConfig, vae: WanVaeConfig) -> Request:
+def guidance_scales(request: Request) -> tuple[float, float]:
+    """A resolved request's guidance in the two stages; the second counts where there is one."""
+    first, second = request.guidance_scale, request.guidance_scale_2
+    assert first is not None
+    return first, first if second is None else second
+
+
+def _resolved(
+    request: Request, defaults: Defaults, transformers: Mapping[str, WanConfig], vae: WanVaeConfig
+) -> Request:
     """The request with defaults filled in. Raises RequestError, with the nearest the model can do."""
     resolved = request.replace(
         **{
@@ -228,9 +260,16 @@ def _resolved(request: Request, defaults: Defaults, transformer: WanConfig, vae:
             if getattr(request, name) is None
         }
     )
-    assert resolved.width is not None and resolved.height is not None and resolved.num_frames is not None
     problems = []
-    patch_t, patch_h, patch_w = transformer.patch_size
+    if len(transformers) == 1 and request.guidance_scale_2 is not None:
+        problems.append(f"guidance_scale_2 is {request.guidance_scale_2:g}; this model has one stage: leave it out")
+    elif len(transformers) > 1 and request.guidance_scale_2 is None:
+        # The default of the second stage goes with that of the first: who gives one scale means both stages.
+        own = defaults.guidance_scale_2 if request.guidance_scale is None else None
+        resolved = resolved.replace(guidance_scale_2=resolved.guidance_scale if own is None else own)
+    assert resolved.width is not None and resolved.height is not None and resolved.num_frames is not None
+    # Two transformers take the same latents, in patches of one size.
+    patch_t, patch_h, patch_w = next(iter(transformers.values())).patch_size
     space, time = vae.spatial_factor, vae.temporal_factor
     # The first latent frame is one frame, any other `time` frames.
     first = 1 + (patch_t - 1) * time
@@ -239,7 +278,8 @@ def _resolved(request: Request, defaults: Defaults, transformer: WanConfig, vae:
         ("height", resolved.height, space * patch_h, space * patch_h),
         ("num_frames", resolved.num_frames, first, time * patch_t),
     ):
-        largest = smallest + (transformer.rope_max_seq_len - 1) * step
+        most = min(transformer.rope_max_seq_len for transformer in transformers.values())
+        largest = smallest + (most - 1) * step
         problems += _off_grid(name, value, smallest, step, largest)
     if problems:
         raise request_error(problems)
@@ -258,10 +298,27 @@ def _layer_groups(
     )
 
 
+def _stage_problems(index: ModelIndex) -> list[str]:
+    """What is wrong with the two stages that model_index.json speaks of, if it does."""
+    ratio = index.settings.get("boundary_ratio")
+    if ratio is not None and not (type(ratio) in (int, float) and 0 <= ratio <= 1):
+        return [f"boundary_ratio is {ratio!r}; it must be a number from 0 to 1"]
+    if (ratio is None) == ("transformer_2" in index.components):
+        there, missing = ("transformer_2", "boundary_ratio") if ratio is None else ("boundary_ratio", "transformer_2")
+        return [f"{there} is there and {missing} isn't; a model with two stages has both"]
+    return []
+
+
+def _boundary(index: ModelIndex, scheduler: Mapping[str, Any]) -> float:
+    """The timestep from which on the first transformer takes the steps."""
+    return float(index.settings["boundary_ratio"] * scheduler.get("num_train_timesteps", 1000))
+
+
 def _foreign_components(index: ModelIndex) -> list[str]:
     """What model_index.json names that isn't text-to-video Wan's; its code is never imported."""
     problems = []
-    for component, (library, classes) in COMPONENTS.items():
+    staged = {"transformer_2": COMPONENTS["transformer"]} if "transformer_2" in index.components else {}
+    for component, (library, classes) in {**COMPONENTS, **staged}.items():
         found_library, found = index.components[component]
         if classes and found not in classes:
             problems.append(f"{component} is {found}; text-to-video Wan has {' or '.join(classes)}")
