@@ -71,7 +71,7 @@ def test_a_saved_ranking_decides_what_nobody_chose(tmp_path) -> None:
     [
         (("--shape", "tokens=0,heads=2,head_dim=32"), "tokens"),
         (("--shape", "token=5"), "did you mean tokens?"),
-        (("--shape", SHAPE, "--backend", "sage9"), "no backend has it"),
+        (("--shape", SHAPE, "--backend", "sage9"), "no backend has this name"),
         (("--shape", "tokens=64,heads=3,kv_heads=2,head_dim=32"), "3 heads can't share 2 kv_heads evenly"),
     ],
 )

@@ -3,7 +3,6 @@
 `PYTHONPATH=tests/stand_ins python -m tests.rules.backends_page` writes it anew.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -95,7 +94,7 @@ def _about(backend: AttentionBackend) -> Iterator[str]:
         yield f"- Other names: {', '.join(f'`{alias}`' for alias in backend.aliases)}."
     limits = (backend.why_not.__doc__ or "").strip()
     if limits and backend.why_not.__name__ == "why_not":
-        yield f"- Beyond the tables: {re.sub(r'[.]$', '', limits[0].lower() + limits[1:])}."
+        yield f"- Beyond the tables: {limits}"
     if backend.self_only:
         yield "- Made for self-attention alone."
     if backend.env:

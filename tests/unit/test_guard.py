@@ -50,11 +50,17 @@ def test_a_wrong_word_is_refused_before_anything_is_loaded() -> None:
         Engine.from_pretrained(device="cpu", check_attention="sometimes")
 
 
-@pytest.mark.parametrize("case", cases(SDPA, ("float32", "bfloat16")), ids=lambda case: case.name)
+# Halves are two calls, and a mask on packed documents is refused.
+CASES = [
+    case
+    for case in cases(SDPA, ("float32", "bfloat16"))
+    if not case.halves and not (case.requirements.packed_varlen and case.mask)
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_right_kernels_pass_on_every_case(case) -> None:
     need = case.requirements
-    if (need.packed_varlen and need.mask != "none") or case.halves:
-        return
     given = inputs(case)
     kernel = guarded(SDPA.load(need), need, score_bytes=40_000, most_rows=50)
     kernel(given.q, given.k, given.v, scale=need.scale, causal=need.causal, mask=given.mask, layout=given.layout)
@@ -207,6 +213,53 @@ def test_a_call_with_one_key_settles_nothing() -> None:
     kernel(q[:, :1], k[:, :1], v[:, :1])
     with pytest.raises(KernelMismatchError):
         kernel(q, k, v)
+
+
+def test_documents_of_one_key_settle_nothing() -> None:
+    need = NEED.replace(packed_varlen=True)
+    kernel = guarded(lambda *qkv, scale=None, **options: SDPA.load(need)(*qkv, scale=3.0, **options), need)
+    q, k, v = torch.randn(3, 1, 8, 2, 64)
+    kernel(q, k[:, :2], v[:, :2], layout=Layout.of_documents((5, 3), (1, 1)))
+    with pytest.raises(KernelMismatchError):
+        kernel(q, k, v, layout=Layout.of_documents((5, 3), (4, 4)))
+
+
+def test_a_call_without_queries_is_no_error_and_settles_nothing() -> None:
+    kernel = guarded(scaled(3))
+    q, k, v = torch.randn(3, 1, 50, 2, 64)
+    assert kernel(q[:, :0], k, v).shape == (1, 0, 2, 64)
+    with pytest.raises(KernelMismatchError):
+        kernel(q, k, v)
+
+
+def test_a_layer_is_looked_at_again_when_it_first_is_causal() -> None:
+    kernel = guarded(lambda q, k, v, causal=False, **options: SDPA.load(NEED)(q, k, v, **options))
+    q, k, v = torch.randn(3, 1, 50, 2, 64)
+    kernel(q, k, v)
+    with pytest.raises(KernelMismatchError):
+        kernel(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda out, lse: out, "it returned Tensor for a layer that needs out and LSE"),
+        (lambda out, lse: (out, None), "it returned tuple for a layer that needs out and LSE"),
+        (
+            lambda out, lse: (out, lse.transpose(1, 2)),
+            r"LSE is torch.float32 \[2, 50, 2\], it should be float32 \[2, 2",
+        ),
+        (lambda out, lse: (out, lse.double()), "LSE is torch.float64"),
+        (lambda out, lse: (out, lse.mT.contiguous().mT), "LSE isn't contiguous"),
+        (lambda out, lse: (out.transpose(1, 2), lse), r"out is torch.float32 \[2, 2, 50, 64\]"),
+        (lambda out, lse: (out.bfloat16(), lse), "out is torch.bfloat16"),
+    ],
+)
+def test_a_result_of_another_form_stops(spoil, said) -> None:
+    need = NEED.replace(needs_lse=True)
+    q, k, v = torch.randn(3, 2, 50, 2, 64)
+    with pytest.raises(KernelMismatchError, match=said):
+        guarded(lambda *qkv, **options: spoil(*SDPA.load(need)(*qkv, **options)), need)(q, k, v)
 
 
 def test_a_layer_is_looked_at_again_when_it_first_gets_a_mask() -> None:

@@ -85,6 +85,25 @@ def test_a_changed_machine_is_named_item_by_item() -> None:
     assert len(found) == 2
 
 
+def test_a_package_of_unknown_version_counts_too() -> None:
+    packages = {**H100.packages, "acme": PackageFacts(dist="acme", version=None)}
+    assert changes(fingerprint(H100), fingerprint(H100.replace(packages=packages))) == [
+        "acme none -> of unknown version"
+    ]
+
+
+def test_newer_times_replace_older_ones_and_those_of_what_fails_now_go() -> None:
+    short, long = shape(1024), shape(4096)
+    before = ranking((short, ("flash3", "sdpa")), (long, ("flash3", "sdpa", "flash2")))
+    now = ranking((long, ("sdpa",)))
+    together = before.updated(now, {long: ["flash3"]})
+    names = {one.shape: [timing.backend for timing in one.timings] for one in together.measured}
+    assert names == {short: ["flash3", "sdpa"], long: ["sdpa", "flash2"]}
+    assert before.updated(ranking(), {short: ["flash3", "sdpa"]}).fitting(NEED) == before.measured[1:]
+    other = ranking((long, ("sdpa",)), machine=H100.replace(torch_version="9.9.9"))
+    assert before.updated(other) == other
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"fingerprint": {}, "measured": 3}', "\x00"])
 def test_a_damaged_file_is_a_note_and_no_crash(tmp_path, text) -> None:
     file = tmp_path / "ranking.json"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import time
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ SDPA = declared_backends()["sdpa"]
 HALF = dataclasses.replace(SDPA, name="half", aliases=(), dtypes=frozenset({"float16"}))
 # Few cases: every case that one of these has is plain, or refused.
 KERNELS = """
-import dataclasses, os, signal
+import dataclasses, os, signal, time
 from safelight.attention.backends.sdpa import BACKEND as SDPA
 
 
@@ -47,13 +48,14 @@ def declare(name, ending):
 KILLED = declare("killed", lambda: os.kill(os.getpid(), signal.SIGSEGV))
 GONE = declare("gone", lambda: os._exit(0))
 GOOD = declare("good", lambda: None)
+HANGS = declare("hangs", lambda: time.sleep(600))
 """
 
 
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
     """The declared backends, with those of a package that was installed for this test."""
-    names = ("KILLED", "GONE", "GOOD")
+    names = ("KILLED", "GONE", "GOOD", "HANGS")
     points = "[safelight.backends]\n" + "".join(f"{name.lower()} = kernels_that_end:{name}\n" for name in names)
     install(tmp_path, "ending-kernels", files={"kernels_that_end.py": KERNELS}, entry_points=points)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -172,15 +174,24 @@ def test_a_kernel_that_ends_its_process_fails_in_its_case_and_the_next_dtype_run
 
 
 @pytest.mark.slow
+def test_a_kernel_that_hangs_is_ended_and_fails_in_its_case(kernels) -> None:
+    started_s = time.monotonic()
+    found = verify(kernels["hangs"], MACHINE, kernels, dtypes=("float32",), device="cpu", case_s=20.0)
+    assert time.monotonic() - started_s < 120
+    assert found.end == "the process took longer than 20 s for it"
+    assert [answer.case for answer in found.failures] == ["a long odd length in float32"]
+
+
+@pytest.mark.slow
 def test_what_a_library_prints_reaches_no_answer(kernels) -> None:
     found = verify(kernels["good"], MACHINE, kernels, dtypes=("float32",), device="cpu")
     assert found.has_passed and len(found.answers) == found.num_cases > 10
 
 
 def test_no_case_is_no_process() -> None:
-    assert verify(HALF, MACHINE, {"half": HALF}, dtypes=(), device="cpu") == Verification(
-        backend="half", num_cases=0, answers=()
-    )
+    found = verify(HALF, MACHINE, {"half": HALF}, dtypes=(), device="cpu")
+    assert found == Verification(backend="half", num_cases=0, answers=())
+    assert not found.has_passed, "nothing was shown"
 
 
 def test_an_answer_survives_json() -> None:

@@ -236,6 +236,8 @@ def _lengths(case: Any) -> Iterator[Case]:
                 masked = {"lengths": (queries, keys), "opposed": True, "mask": "key padding"}
                 yield case(f"{queries} queries on {keys} keys, opposed, key padding", **masked)
     yield case("a text of 20 under 300 queries, key padding", lengths=(300, 20), mask="key padding")
+    yield case("no queries", lengths=(0, 3))
+    yield case("no queries, key padding", lengths=(0, 3), mask="key padding")
     yield case("no keys", lengths=(3, 0))
     yield case("no keys, causal", lengths=(3, 0), causal=True)
     for keys in KEYS:
@@ -269,6 +271,7 @@ def _lse(case: Any) -> Iterator[Case]:
         yield case(f"with LSE, {queries} queries on {keys} keys", lengths=(queries, keys), lse=True)
         halves = {"lengths": (queries, keys), "lse": True, "halves": True}
         yield case(f"with LSE, {queries} queries on {keys} keys, halves merged", **halves)
+    yield case("with LSE, no queries", lengths=(0, 3), lse=True)
     yield case("with LSE, no keys", lengths=(3, 0), lse=True)
     for queries, keys in CAUSAL_LENGTHS:
         lengths = (queries, keys)

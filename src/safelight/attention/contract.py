@@ -154,21 +154,32 @@ def _halves(kernel: AttentionFn, case: Case, given: Inputs) -> Any:
     return out.to(given.q.dtype), lse
 
 
+def problem_of_form(got: Any, shape: tuple[int, ...], dtype: str, *, needs_lse: bool) -> str | None:
+    """What is wrong with the form of a kernel's result, whose out should be of this shape and dtype, if anything."""
+    is_pair = isinstance(got, tuple) and len(got) == 2 and all(isinstance(part, Tensor) for part in got)
+    if is_pair != needs_lse or not (is_pair or isinstance(got, Tensor)):
+        return f"it returned {type(got).__name__} for a layer that needs {'out and LSE' if needs_lse else 'out'}"
+    out, lse = got if is_pair else (got, None)
+    if out.shape != shape or str(out.dtype) != f"torch.{dtype}":
+        return f"out is {out.dtype} {list(out.shape)}, it should be {dtype} {list(shape)}"
+    if lse is None:
+        return None
+    batch, queries, heads, _ = shape
+    if lse.shape != (batch, heads, queries) or lse.dtype != torch.float32:
+        return f"LSE is {lse.dtype} {list(lse.shape)}, it should be float32 {[batch, heads, queries]}"
+    return None if lse.is_contiguous() else f"LSE isn't contiguous: strides {lse.stride()}"
+
+
 def _compare(
     got: Any, expected: tuple[Tensor, Tensor], case: Case, tolerance: float, *, is_lossy: bool
 ) -> tuple[str | None, float]:
     """What is wrong with a result, if anything, and its largest error."""
     need = case.requirements
-    is_pair = isinstance(got, tuple) and len(got) == 2 and all(isinstance(part, Tensor) for part in got)
-    if is_pair != need.needs_lse or not (is_pair or isinstance(got, Tensor)):
-        return (
-            f"it returned {type(got).__name__} for a layer that needs {'out and LSE' if need.needs_lse else 'out'}",
-            math.nan,
-        )
-    out, lse = got if is_pair else (got, None)
     truth, true_lse = expected
-    if out.shape != truth.shape or str(out.dtype) != f"torch.{need.dtype}":
-        return f"out is {out.dtype} {list(out.shape)}, it should be {need.dtype} {list(truth.shape)}", math.nan
+    problem = problem_of_form(got, tuple(truth.shape), need.dtype, needs_lse=need.needs_lse)
+    if problem is not None:
+        return problem, math.nan
+    out, lse = got if need.needs_lse else (got, None)
     if out.isnan().any():
         return "out has NaN", math.nan
     empty = (true_lse == -torch.inf).transpose(1, 2)
@@ -183,10 +194,6 @@ def _compare(
 
 
 def _compare_lse(lse: Tensor, truth: Tensor, dtype: str, *, is_lossy: bool) -> str | None:
-    if lse.shape != truth.shape or lse.dtype != torch.float32:
-        return f"LSE is {lse.dtype} {list(lse.shape)}, it should be float32 {list(truth.shape)}"
-    if not lse.is_contiguous():
-        return f"LSE isn't contiguous: strides {lse.stride()}"
     empty = truth == -torch.inf
     if not torch.equal(lse == -torch.inf, empty):
         wrong = lse[empty].tolist()[:1] or ["-inf in rows that have something to attend to"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from safelight.attention.backend import AttentionBackend, AttentionFn, Layout
-from safelight.attention.contract import LOSSY_TOLERANCE, LSE_TOLERANCE
+from safelight.attention.contract import LOSSY_TOLERANCE, LSE_TOLERANCE, problem_of_form
 from safelight.attention.plan import AttentionPlan
 from safelight.attention.reference import reference_attention
 from safelight.attention.requirements import AttentionRequirements
@@ -94,11 +94,13 @@ class Guard:
                 return kernel(q, k, v, **options)
             segments = _segments(q, k, layout)
             rows = _rows(segments, self._num_rows(q, k))
+            if not rows:
+                return kernel(q, k, v, **options)
             truth = self._reference(q, k, v, rows, segments, scale, causal, mask)
             result = kernel(q, k, v, **options)
             step = layout.step + 1 if layout is not None and layout.step is not None else None
             self._judge(result, truth, rows, q, backend, requirements, layer, step)
-            if k.shape[1] > 1:  # of one key every scale makes the same
+            if any(queries and len(keys) > 1 for queries, keys in segments):  # of one key every scale makes the same
                 self._settled.add(kind)
             return result
 
@@ -162,10 +164,14 @@ class Guard:
         """Compare; keep a check that agrees, raise for one that doesn't."""
         key = (requirements, backend.name)
         where = layer if step is None else f"{layer}, step {step}"
+        dtype = str(q.dtype).removeprefix("torch.")
+        shape = (*q.shape[:3], truth[0].shape[3])
+        problem = problem_of_form(result, shape, dtype, needs_lse=requirements.needs_lse)
+        if problem is not None:
+            raise _mismatch(
+                f"attention backend {backend.name} in {where}: {problem}", backend, requirements, layer, step
+            )
         out, lse = result if requirements.needs_lse else (result, None)
-        if out.shape != (*q.shape[:3], truth[0].shape[3]) or out.dtype != q.dtype:
-            found = f"gave {out.dtype} {list(out.shape)} for queries that are {q.dtype} {list(q.shape)}"
-            raise _mismatch(f"attention backend {backend.name} in {where} {found}", backend, requirements, layer, step)
         index = torch.tensor(rows, dtype=torch.int64, device=q.device)
         worst = _worst(out[:, index], truth[0], requirements.dtype, is_lossy=backend.is_lossy)
         if lse is not None:

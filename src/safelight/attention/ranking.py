@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -179,17 +179,20 @@ class Ranking:
         found = [measured for measured in self.measured if measured.shape.fits(need)]
         return tuple(sorted(found, key=lambda measured: measured.shape.flops, reverse=True))
 
-    def updated(self, newer: Self) -> Self:
+    def updated(self, newer: Self, failed: Mapping[Shape, Collection[str]] | None = None) -> Self:
         """This ranking with a newer one's timings; what the newer one hasn't measured stays, backend by backend.
 
-        Nothing stays where the machine has changed in between.
+        Nothing stays where the machine has changed in between, and not the time of a backend that has `failed` since.
         """
         if self.fingerprint != newer.fingerprint:
             return newer
         timings: dict[Shape, dict[str, Timing]] = {}
-        for measured in (*self.measured, *newer.measured):
+        for measured in self.measured:
+            gone = (failed or {}).get(measured.shape, ())
+            timings[measured.shape] = {t.backend: t for t in measured.timings if t.backend not in gone}
+        for measured in newer.measured:
             timings.setdefault(measured.shape, {}).update({timing.backend: timing for timing in measured.timings})
-        merged = (Measured(shape=shape, timings=tuple(of_shape.values())) for shape, of_shape in timings.items())
+        merged = (Measured(shape=shape, timings=tuple(own.values())) for shape, own in timings.items() if own)
         return dataclasses.replace(newer, measured=tuple(merged))
 
     def to_json(self) -> dict[str, Any]:
@@ -221,13 +224,14 @@ def fingerprint(machine: MachineFacts) -> dict[str, str]:
         "torch": machine.torch_version,
         "CUDA": machine.cuda_version,
         "HIP": machine.hip_version,
-        **{package.dist: _version(package) for package in machine.packages.values() if package.version is not None},
+        **{package.dist: _version(package) for package in machine.packages.values()},
     }
     return {name: value for name, value in facts.items() if value is not None}
 
 
 def _version(package: PackageFacts) -> str:
-    return f"{package.version}{f' ({package.variant})' if package.variant else ''}"
+    variant = f" ({package.variant})" if package.variant else ""
+    return f"{package.version or 'of unknown version'}{variant}"
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -305,9 +309,14 @@ def target_file(machine: MachineFacts) -> Path:
     return path
 
 
-def save_ranking(path: Path, ranking: Ranking, machine: MachineFacts) -> Ranking:
-    """Add a ranking of this machine to what its file has, and return both as one. Raises OutputError and WriteError."""
+def save_ranking(
+    path: Path, ranking: Ranking, machine: MachineFacts, failed: Mapping[Shape, Collection[str]] | None = None
+) -> Ranking:
+    """Add a ranking of this machine to what its file has, and return both as one.
+
+    What the file has of backends that have `failed` since isn't kept. Raises OutputError and WriteError.
+    """
     before = read_ranking(path, machine).ranking
-    together = ranking if before is None else before.updated(ranking)
+    together = ranking if before is None else before.updated(ranking, failed)
     write_whole(path, json.dumps(together.to_json(), indent=2) + "\n", overwrite=True)
     return together

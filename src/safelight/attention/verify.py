@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -26,6 +27,8 @@ from safelight.platforms.facts import MachineFacts
 if TYPE_CHECKING:
     from safelight.attention.contract import Finding
 
+# How long a case may take, of which compiling takes most. A kernel that hangs is told as that, and the others go on.
+CASE_S = 300.0
 # What is looked at unless somebody says otherwise: what models run in.
 USUAL_DTYPES = ("float32", "bfloat16")
 
@@ -71,8 +74,8 @@ class Verification:
 
     @property
     def has_passed(self) -> bool:
-        """Whether every case ran and none failed."""
-        return self.end is None and not self.failures and len(self.answers) == self.num_cases
+        """Whether there were cases, every one ran, and none failed."""
+        return self.end is None and not self.failures and len(self.answers) == self.num_cases > 0
 
     def to_json(self) -> dict[str, Any]:
         """The verification as plain data."""
@@ -138,11 +141,13 @@ def verify(
     dtypes: tuple[str, ...],
     device: str,
     report: Callable[[int, int], None] = lambda done, total: None,
+    case_s: float = CASE_S,
 ) -> Verification:
     """Run the backend's cases on this machine's `device`, as torch calls it: in a process of its own for each dtype.
 
     `report` is told how many cases are done, and of how many. A process that ends before its last case, by a signal or
-    an exit of the kernel's own, is the answer of the case that ran.
+    an exit of the kernel's own, is the answer of the case that ran; so is one that takes longer than `case_s` seconds
+    for it, which is ended.
     """
     asked = {dtype: cases_here(backend, machine, backends, (dtype,)) for dtype in dtypes}
     num_cases = sum(map(len, asked.values()))
@@ -164,12 +169,16 @@ def verify(
             assert process.stdin is not None and process.stdout is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:  # one that is gone already says so by its status
                 process.stdin.write(json.dumps(order) + "\n")
+            limit = _Limit(process, case_s)
             for line in process.stdout:
+                limit.restart()
                 answers.append(Answer.from_json(json.loads(line)))
                 report(len(answers), num_cases)
+            limit.cancel()
             status = process.wait()
         if len(answers) - started < len(cases_asked):
-            ends.append(f"the process {_how_it_ended(status)}")
+            end = f"took longer than {case_s:g} s for it" if limit.is_over else _how_it_ended(status)
+            ends.append(f"the process {end}")
             answers.append(_without_result(cases_asked[len(answers) - started], ends[-1]))
     return Verification(
         backend=backend.name, num_cases=num_cases, answers=tuple(answers), end="; ".join(dict.fromkeys(ends)) or None
@@ -197,6 +206,36 @@ def _process() -> "Iterator[subprocess.Popen[str]]":
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+class _Limit:
+    """Kills a process with all that it started, unless it is restarted in time."""
+
+    def __init__(self, process: "subprocess.Popen[str]", seconds: float) -> None:
+        self._process = process
+        self._seconds = seconds
+        self.is_over = False
+        self._timer = self._started()
+
+    def restart(self) -> None:
+        """Give it the whole time anew."""
+        self._timer.cancel()
+        self._timer = self._started()
+
+    def cancel(self) -> None:
+        """Let it run."""
+        self._timer.cancel()
+
+    def _started(self) -> threading.Timer:
+        timer = threading.Timer(self._seconds, self._end)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _end(self) -> None:
+        self.is_over = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _how_it_ended(status: int) -> str:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safelight.cli import choices, shapes, values
+from safelight.cli import choices, shapes, values, verification
 from safelight.cli.console import Console
-from safelight.cli.options import Argument, Command, CommandLine, Option, nearest, quoted, wrong_command_line
+from safelight.cli.options import Argument, Command, CommandLine, Option, quoted, wrong_command_line
 from safelight.cli.tables import machine_line, milliseconds, printable, table, wrapped
 from safelight.errors import CheckpointError, RequestError
 
@@ -60,7 +60,7 @@ def run(line: CommandLine, console: Console) -> None:
     if given["runs"] is not None and not 1 <= given["runs"] <= 1000:
         problems.append(f"--runs is {given['runs']}; it must be 1 to 1000")
     backends = found_backends()
-    named = _named(given["backend"], by_name(backends), problems)
+    named = verification.names_of(given["backend"], by_name(backends), problems)
     model: str | None = given["model"] or (settings.model.value if settings.model else None)
     shapes_in = _shapes(given, model, problems)
     if problems:
@@ -76,7 +76,8 @@ def run(line: CommandLine, console: Console) -> None:
 
     if target is not None:
         measured = tuple(one.measured for one in found if one.measured.timings)
-        save_ranking(target, Ranking(fingerprint=fingerprint(machine), measured=measured), machine)
+        failed = {one.measured.shape: [failure.backend for failure in one.failed] for one in found}
+        save_ranking(target, Ranking(fingerprint=fingerprint(machine), measured=measured), machine, failed)
     if given["json"]:
         document = {
             "machine": machine.to_json(),
@@ -87,21 +88,6 @@ def run(line: CommandLine, console: Console) -> None:
         console.out.write(json.dumps(document) + "\n")
     else:
         console.out.writelines(f"{text}\n" for text in _lines(machine, peaks, found, named, target))
-
-
-def _named(given: Sequence[str], backends: "Mapping[str, AttentionBackend]", problems: list[str]) -> tuple[str, ...]:
-    """The declared names of the backends that were asked for."""
-    from safelight.attention.select import canonical
-
-    names = dict.fromkeys(canonical(name, backends) for name in given)
-    for name in names:
-        if name not in backends:
-            near = nearest(name, [*backends, *(alias for backend in backends.values() for alias in backend.aliases)])
-            hint = "" if near is None else f"did you mean {near}? "
-            problems.append(
-                f"--backend names {quoted(name)}; no backend has it. {hint}They are {', '.join(sorted(backends))}"
-            )
-    return tuple(names)
 
 
 def _shapes(given: Mapping[str, Any], model: str | None, problems: list[str]) -> "ShapesIn":

@@ -102,7 +102,7 @@ def lines(found: "Sequence[Verification]", backends: "Mapping[str, AttentionBack
             rows.append((one.backend, "", "0", "nothing to run", "", "", ""))
     yield from table(rows)
     for one in found:
-        if not one.has_passed:
+        if one.num_cases and not one.has_passed:
             yield ""
             yield from _failures(one)
 

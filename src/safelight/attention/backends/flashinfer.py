@@ -114,7 +114,8 @@ BACKEND = AttentionBackend(
         remedy="pip install flashinfer-python, with flashinfer-cubin or a CUDA compiler",
         module="flashinfer",
         function="BatchPrefillWithRaggedKVCacheWrapper",
-        min_version="0.2.0",
+        # The oldest that the declaration was held to.
+        min_version="0.2.8",
     ),
     head_dims=takes,
     head_dims_text=", ".join(map(str, HEAD_DIMS)),

@@ -46,7 +46,7 @@ def bound(requirements: AttentionRequirements, attend: Any, lse_options: dict[st
     """The kernel that calls `attend`, which is torch's flex_attention, compiled or not."""
     import torch
 
-    from safelight.attention.masks import clear_blind, clear_blind_packed, empty_result, is_empty
+    from safelight.attention.masks import clear_blind, clear_blind_packed, empty_result, full_mask, is_empty
 
     needs_lse = requirements.needs_lse
     is_grouped = requirements.num_heads != requirements.num_kv_heads
@@ -65,9 +65,10 @@ def bound(requirements: AttentionRequirements, attend: Any, lse_options: dict[st
         if queries == 0 or keys == 0:
             return empty_result(q, with_lse=needs_lse)
         is_packed = layout is not None and layout.offsets is not None
-        if mask is not None and mask.ndim == 2:
-            mask = mask[:, None, None, :]
+        # As it is for the rows with nothing to attend to; spread out, which copies nothing, for the kernel.
+        hidden = None if mask is None else full_mask(mask, causal=causal, queries=queries, keys=keys, device=q.device)
         if mask is not None:
+            mask = mask[:, None, None, :] if mask.ndim == 2 else mask
             mask = mask.expand(q.shape[0], q.shape[2], queries, keys)
         if layout is not None and is_packed:
             assert mask is None, "packed documents take no mask"
@@ -86,11 +87,8 @@ def bound(requirements: AttentionRequirements, attend: Any, lse_options: dict[st
         out, aux = result if needs_lse else (result, None)
         out = out.transpose(1, 2)
         lse: Tensor | None = None if aux is None else getattr(aux, "lse", aux).contiguous()
-        if mask is not None:
-            visible = mask if mask.dtype == torch.bool else mask != -torch.inf
-            if causal:
-                visible = visible & torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-            nothing = is_empty(visible)[..., 0]
+        if hidden is not None:
+            nothing = is_empty(hidden)[..., 0]
             out = out.masked_fill(nothing.transpose(1, 2)[..., None], 0)
             lse = None if lse is None else lse.masked_fill(nothing, -torch.inf)
         elif layout is not None and is_packed:
