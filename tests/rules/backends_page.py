@@ -77,14 +77,15 @@ def _where(backends: Iterable[AttentionBackend]) -> Iterator[tuple[str, ...]]:
 
 
 def _orders() -> Iterator[tuple[str, ...]]:
-    """The automatic order of each kind of device among the described machines."""
-    yield ("device", "automatic order")
-    orders = {}
+    """The automatic order of each described machine, those of one kind of device and one order together."""
+    yield ("device", "automatic order", "described machines")
+    machines: dict[tuple[str, str], list[str]] = {}
     for name in machine_names():
         machine = load_machine(name)
-        orders[f"{machine.platform} {machine.arch}"] = platform_named(machine.platform).automatic_order(machine)
-    for device, order in sorted(orders.items()):
-        yield (device, ", ".join(order))
+        order = platform_named(machine.platform).automatic_order(machine)
+        machines.setdefault((f"{machine.platform} {machine.arch}", ", ".join(order)), []).append(name)
+    for (device, listed), names in sorted(machines.items()):
+        yield (device, listed, ", ".join(names))
 
 
 def _about(backend: AttentionBackend) -> Iterator[str]:

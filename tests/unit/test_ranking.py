@@ -54,7 +54,39 @@ def test_lossy_sparse_and_unknown_ones_are_never_taken_for_their_speed(unasked) 
 
 
 def test_a_fast_one_that_can_not_run_is_refused_as_ever() -> None:
-    assert chosen(ranking((shape(), ("ascend", "sdpa")))) == ("sdpa", "measured fastest")
+    assert chosen(ranking((shape(), ("ascend", "sdpa", "flash3")))) == ("sdpa", "measured fastest")
+
+
+@pytest.mark.parametrize("alone", [("sdpa",), ("flash2", "sdpa"), ("sage", "flash2")])
+def test_what_was_not_timed_against_the_usual_one_does_not_take_its_place(alone) -> None:
+    assert chosen(ranking((shape(), alone))) == ("flash3", "platform default")
+    # Of two shapes the one in which both were timed counts.
+    assert chosen(ranking((shape(), alone), (shape(512), ("flash2", "flash3")))) == ("flash2", "measured fastest")
+
+
+@pytest.mark.parametrize(
+    ("slower", "expected"),
+    [
+        (1.0, ("flash3", "platform default")),
+        (1.04, ("flash3", "platform default")),
+        (1.06, ("sdpa", "measured fastest")),
+    ],
+)
+def test_of_those_that_are_as_fast_as_any_the_usual_one_is_taken(slower, expected) -> None:
+    timings = (
+        Timing(backend="sdpa", median_s=0.00999, num_runs=5, flops_per_s=1e12),
+        Timing(backend="flash3", median_s=0.01 * slower, num_runs=5, flops_per_s=1e12),
+    )
+    measured = Ranking(fingerprint=fingerprint(H100), measured=(Measured(shape=shape(), timings=timings),))
+    assert chosen(measured) == expected
+    assert select_backend(NEED, H100, measured=measured).measured is not None, "the times are told either way"
+
+
+def test_a_layer_s_own_heads_count_before_more_work() -> None:
+    own = shape(64, num_heads=12, num_kv_heads=12), ("sdpa", "flash3")
+    larger = shape(8192, num_heads=40, num_kv_heads=40), ("flash3", "sdpa")
+    assert chosen(ranking(larger, own)) == ("sdpa", "measured fastest")
+    assert chosen(ranking(larger)) == ("flash3", "measured fastest")
 
 
 def test_what_a_person_chose_is_untouched() -> None:

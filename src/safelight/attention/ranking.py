@@ -175,9 +175,11 @@ class Ranking:
     measured: tuple[Measured, ...]
 
     def fitting(self, need: AttentionRequirements) -> tuple[Measured, ...]:
-        """What was measured in shapes that fit a layer, the one with the most work first."""
+        """What was measured in shapes that fit a layer: with as many heads first, then the one with the most work."""
         found = [measured for measured in self.measured if measured.shape.fits(need)]
-        return tuple(sorted(found, key=lambda measured: measured.shape.flops, reverse=True))
+        return tuple(
+            sorted(found, key=lambda one: (one.shape.num_heads == need.num_heads, one.shape.flops), reverse=True)
+        )
 
     def updated(self, newer: Self, failed: Mapping[Shape, Collection[str]] | None = None) -> Self:
         """This ranking with a newer one's timings; what the newer one hasn't measured stays, backend by backend.
@@ -284,7 +286,7 @@ def read_ranking(path: Path, machine: MachineFacts) -> SavedRanking:
     except OSError as error:
         why = f"can't be read: {error.strerror}"
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        why = f"isn't a ranking that this version knows ({error!r})"
+        why = f"isn't a ranking that this version knows ({type(error).__name__})"
     else:
         changed = changes(ranking.fingerprint, fingerprint(machine))
         if not changed:

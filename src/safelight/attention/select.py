@@ -24,6 +24,8 @@ from safelight.platforms.packages import Package
 AUTO = "auto"
 # The reason of a selection that nobody preferred and that measured times decided.
 MEASURED_FASTEST = "measured fastest"
+# Times that differ by less are one: a run's own scatter is as large.
+TIE = 1.05
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ def select_backend(
     `supported` is the layer's own set (S10); None means any. `backends` defaults to everything declared, `order` to
     the automatic order of the machine's platform. With `runs_here` a backend whose adapter isn't built is refused.
     `measured` are times of this machine: exact dense backends that were measured in a fitting shape are tried before
-    the order's, fastest first. Raises a SelectionError that lists every verdict (S9).
+    the order's, fastest first, where one of them is faster than the order's own choice, measured too. Raises a
+    SelectionError that lists every verdict (S9).
     """
     backends = declared_backends() if backends is None else backends
     order = platform_named(machine.platform).automatic_order(machine) if order is None else order
@@ -189,9 +192,20 @@ def select_backend(
     asked = None if wish is None else canonical(wish.backend, backends)
     fallback = _fallback_reason(requirements, wish, backends.get(asked) if asked else None)
 
-    times = None if measured is None or fallback is None else _deciding(measured, requirements, backends)
-    fastest = [] if times is None else _exact_dense(times, backends)
-    order = tuple(dict.fromkeys((*fastest, *order)))
+    def fits(name: str) -> bool:
+        return not why_not(name, requirements, machine, backends, supported, runs_here=runs_here)
+
+    times, by_time, best = None, [], None
+    if measured is not None and fallback is not None:
+        usual = next((name for name in order if name in backends and fits(name)), None)
+        times = _deciding(measured, requirements, backends, usual)
+        if times is not None:
+            by_time = _exact_dense(times, backends)
+            best = next(name for name in by_time if fits(name))
+            medians = {timing.backend: timing.median_s for timing in times.timings}
+            if usual is not None and medians[usual] <= TIE * medians[best]:
+                by_time = [usual]
+    order = tuple(dict.fromkeys((*by_time, *order)))
 
     candidates = [] if asked is None else [asked]
     if fallback is not None:
@@ -205,8 +219,9 @@ def select_backend(
         )
         verdicts.append(Verdict(name, reasons))
         if not reasons:
-            is_measured = name != asked and name in fastest
-            reason = None if name == asked else MEASURED_FASTEST if is_measured and wish is None else fallback
+            is_measured = name != asked and name in by_time
+            is_fastest = is_measured and name == best and wish is None
+            reason = None if name == asked else MEASURED_FASTEST if is_fastest else fallback
             return Selection(
                 backend=name,
                 preference=wish,
@@ -218,10 +233,10 @@ def select_backend(
 
 
 def _deciding(
-    ranking: Ranking, requirements: AttentionRequirements, backends: Mapping[str, AttentionBackend]
+    ranking: Ranking, requirements: AttentionRequirements, backends: Mapping[str, AttentionBackend], usual: str | None
 ) -> Measured | None:
-    """The times that count for a layer: of the fitting shapes with a backend that may be taken, the largest one's."""
-    return next((times for times in ranking.fitting(requirements) if _exact_dense(times, backends)), None)
+    """The times that count for a layer: of the fitting shapes in which its usual backend was timed, the first one's."""
+    return next((times for times in ranking.fitting(requirements) if usual in _exact_dense(times, backends)), None)
 
 
 def _exact_dense(times: Measured, backends: Mapping[str, AttentionBackend]) -> list[str]:

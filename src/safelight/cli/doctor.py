@@ -156,7 +156,10 @@ def _machine_lines(machine: "MachineFacts", findings: Sequence[Finding], backend
 def _setting_lines(settings: Settings, wrong: Sequence[str]) -> Iterator[str]:
     yield ""
     rows = [("setting", "value", "source"), *_set(settings)]
-    yield from table(rows) if len(rows) > 1 else ["nothing is set in the environment or a config file"]
+    if len(rows) > 1:
+        yield from table(rows)
+    elif not wrong:
+        yield "nothing is set in the environment or a config file"
     file = found_config_file()
     if file is not None:
         yield f"config file: {printable(str(file))}{'' if os.path.exists(file) else ' (not there)'}"

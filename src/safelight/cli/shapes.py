@@ -56,7 +56,9 @@ def shape(text: str) -> WrittenShape:
         elif key in given:
             problems.append(f"{key} is given twice")
         elif bool(equals) == (key == "causal"):
-            problems.append("causal stands alone" if equals else f"{key} needs a value, as in {EXAMPLE}")
+            problems.append(
+                "causal stands alone, without a value" if equals else f"{key} needs a value, as in {EXAMPLE}"
+            )
         else:
             given[key] = value
     counts = {key: _count(key, given[key], problems) for key in _COUNTS if key in given}
