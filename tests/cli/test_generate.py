@@ -45,8 +45,8 @@ def test_several_outputs_are_a_line_each(safelight, tmp_path):
 def test_every_option_reaches_the_engine(safelight, engine):
     ran = safelight(
         *("generate", "a cat", "--negative", "a dog", "--size", "80x48", "--frames", "5", "--fps", "12"),
-        *("--steps", "3", "--guidance", "1.5", "--seed", "9", "--num-outputs", "2", "--attention", "sdpa"),
-        *("--device", "cpu", "--dtype", "float32"),
+        *("--steps", "3", "--guidance", "1.5", "--guidance-2", "2.5", "--seed", "9", "--num-outputs", "2"),
+        *("--attention", "sdpa", "--device", "cpu", "--dtype", "float32"),
     )
     assert ran.status == 0, ran.err
     [(model, options)] = engine.opened
@@ -63,6 +63,7 @@ def test_every_option_reaches_the_engine(safelight, engine):
         "fps": "12",
         "num_steps": 3,
         "guidance_scale": 1.5,
+        "guidance_scale_2": 2.5,
         "seed": 9,
         "num_outputs": 2,
         "attention": {},

@@ -45,7 +45,7 @@ def pipeline_on_meta(folder: Path, dtype: str) -> WanPipeline:
         transformer = WanTransformer(checkpoint.transformer, getattr(torch, dtype))
         vae = WanVaeDecoder(checkpoint.vae, torch.float32)
     tokenizer = Tokenizer.from_folder(folder / "tokenizer")
-    pipeline = WanPipeline(checkpoint, tokenizer, text_encoder, transformer, vae, torch.device("meta"))
+    pipeline = WanPipeline(checkpoint, tokenizer, text_encoder, {"transformer": transformer}, vae, torch.device("meta"))
     groups, backends = checkpoint.layer_groups(dtype), declared_backends()
     loaded = load_plan(lambda machine: build_plan(groups, machine, [], backends), load_machine("m4-max"), backends)
     for component, module in pipeline.modules.items():

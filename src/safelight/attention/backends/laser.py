@@ -69,7 +69,7 @@ def takes(head_dim: int) -> bool:
 
 BACKEND = AttentionBackend(
     name="laser",
-    summary="MindIE's Laser Attention (mindiesd), for self-attention; computes in float16, and no larger numbers",
+    summary="MindIE's Laser Attention (mindiesd), for self-attention, computed in float16",
     load=load,
     aliases=("laser_attn", "laser_attention", "ascend_laser_attention"),
     platforms=frozenset({"npu"}),
